@@ -84,8 +84,7 @@ def title(summary: Summary, info: RunInfo) -> str:
     on.append(f"transport {info.transport.name}")
     amount = counted(summary.steps, "step")
     if summary.tokens is not None:
-        learned = "learned " if "learned_tokens" in repr(info.data) else ""  # the rate counts all
-        amount += f", {count_text(summary.tokens)} {learned}tokens"
+        amount += f", {count_text(summary.tokens)} {'learned ' if 'learned_tokens' in repr(info.data) else ''}tokens"
     return f"{info.model.architecture}, {amount}, {', '.join(on)}"
 
 

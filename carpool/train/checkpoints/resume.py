@@ -134,13 +134,12 @@ def check_goes_on(checkpoint: Path, state: Mapping[str, Any], config: Config) ->
 
 
 def check_base(checkpoint: Path, config: Config, ranks: int) -> None:
-    """Raise ValueError if a run would go on with an adapter that adds something else, or beside other frozen weights:
-    those in model.path have changed, or with adapter.base_dtype one rank quantises layers that several leave as they
-    are."""
+    """Raise ValueError if a run would go on with an adapter that adds something else, or beside other frozen weights.
+    With adapter.base_dtype one rank quantises layers that several leave as they are."""
     run, model, adapter = checkpoint.absolute().parent.parent, config.model.weights, config.adapter
-    then = base_of_run(run, ("kind", "alpha", "alpha_pattern", "base_dtype")) if adapter.is_used else {}
-    now = {key: getattr(adapter, key) for key in then}
-    other = [f"adapter.{key} = {was!r}, and now it is {now[key]!r}" for key, was in then.items() if was != now[key]]
+    before = base_of_run(run, ("kind", "alpha", "alpha_pattern", "base_dtype")) if adapter.is_used else {}
+    now = {key: getattr(adapter, key) for key in before}
+    other = [f"adapter.{key} = {was!r}, and now it is {now[key]!r}" for key, was in before.items() if was != now[key]]
     if model is not None and has_trained_weights(run, model) is False:
         other.append(f"other weights than those in {model} now")
     if other:

@@ -189,16 +189,14 @@ def other_base(path: str, model: str | None, base_dtype: str | None) -> str | No
 
 
 def has_trained_weights(adapter: Path, model: Path) -> bool | None:
-    """Whether a folder has the weights that an adapter, of a run or in its folder, was trained beside; None: nothing
-    says so."""
+    """Whether a folder has the weights that an adapter, of a run or in its folder, had beside it; None: unknown."""
     adapter = adapter.resolve()
     then = read_record([adapter, adapter.parent] if adapter.name == ADAPTER else [adapter], "base")
     return None if then is None else then == sample_weights(model)
 
 
 def sample_weights(folder: Path) -> dict[str, str]:
-    """`base` of run.json: a hash of dtype, shape and a few values of each tensor in a folder that was checked, however
-    tensors are divided among files."""
+    """`base` of run.json: a hash of a few values of each tensor in a checked folder, whatever files they are in."""
     found = []
     for path in folder.glob("*.safetensors"):
         with path.open("rb") as stream:
@@ -218,8 +216,7 @@ def base_of_adapter(path: Path) -> dict[str, Any]:
 
 
 def base_of_run(folder: Path, keys: Sequence[str] = ("base_dtype",)) -> dict[str, Any]:
-    """`base_dtype` of a run, by its folder; None: its frozen weights are as in the files. Or other keys of [adapter].
-    Empty: it is no run."""
+    """Keys of [adapter] of a run, by its folder. No base_dtype: frozen weights are as in the files. Empty: no run."""
     try:
         table = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))["adapter"]
         return {key: None if table[key] in NONE_WORDS else table[key] for key in keys}
