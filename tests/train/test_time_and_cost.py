@@ -65,13 +65,13 @@ def test_how_often_something_is_due(strategy: str, every: int | None, last: int)
 
 
 def test_what_is_left() -> None:
-    assert describe_left(1, 9.0, {"evaluation": (1, 1.0)}, 1, None) == (
-        "time left: 10 s: 1 step of 9,000 ms, 1 evaluation of 1.0 s (measured)"
+    assert describe_left(1, 9.0, {"evaluation": (1, 1.0), "checkpoint": (1, None)}, 1, None) == (
+        "time left: 10 s: 1 step of 9,000 ms, 1 evaluation of 1.0 s (measured); without 1 checkpoint, not measured yet"
     )
     text = describe_left(100, 36.0, {"evaluation": (10, 360.0), "checkpoint": (3, None)}, 8, 2.0)
     assert text == (
         "time left: 2 h 0 min: 100 steps of 36,000 ms, 10 evaluations of 360.0 s (measured), 16.00 device-hours, which "
-        "cost 32.00 at 2 each; 3 checkpoints come on top, none of which was measured yet"
+        "cost 32.00 at 2 each; without 3 checkpoints, not measured yet"
     )
 
 
@@ -91,5 +91,5 @@ def test_a_run_says_what_it_measured(two_ranks: Ranks, tmp_path: Path, text: lis
     assert "time of a step" not in said
     first, second = re.findall(r"time left: .*", said)
     # After step 10, the pauses at 12, 15, ... 24; after the checkpoint of step 16, that at the end.
-    assert re.search(r"13 steps of [\d,]+ ms", first) and "2 checkpoints come on top, none of which" in first
-    assert re.search(r"8 steps of [\d,]+ ms", second) and "on top" not in second and " at 3 each" in second
+    assert re.search(r"13 steps of [\d,]+ ms", first) and "without 2 checkpoints, not measured yet" in first
+    assert re.search(r"8 steps of [\d,]+ ms", second) and "without" not in second and " at 3 each" in second

@@ -86,7 +86,7 @@ def describe_left(
         elif count and one is not None and one >= 0.05:
             total += count * one
             parts.append(f"{counted(count, name)} of {one:,.1f} s")
-    rest = f"; {' and '.join(unknown)} come on top, none of which was measured yet" if unknown else ""
+    rest = f"; without {' and '.join(unknown)}, not measured yet" if unknown else ""
     return f"time left: {duration(total)}: {', '.join(parts)} (measured){describe_cost(total, ranks, price)}{rest}"
 
 
