@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from dataclasses import dataclass, field
+
 import torch
 
 
+@dataclass
 class _Launches:
     """The launches of the graphs that `carpool.kernels.capture.Recorder` has captured in this process.
 
@@ -14,19 +18,14 @@ class _Launches:
         ends: of each stream, the end of its latest launch.
     """
 
-    number = 0
-    counted = False
-
-    def __init__(self) -> None:
-        self.ends: dict[torch.cuda.Stream, torch.cuda.Event] = {}
+    number: int = 0
+    counted: bool = False
+    ends: dict[torch.cuda.Stream, torch.cuda.Event] = field(default_factory=lambda: defaultdict(torch.cuda.Event))
 
     def count(self) -> None:
         """A graph has been launched on the current stream."""
         self.number += 1
-        stream = torch.cuda.current_stream()
-        if stream not in self.ends:
-            self.ends[stream] = torch.cuda.Event()
-        self.ends[stream].record(stream)
+        self.ends[torch.cuda.current_stream()].record()
 
 
 launches = _Launches()
