@@ -104,7 +104,7 @@ def measure_activations(
         experts = model.get_submodule(name)
         experts.forward = partial(_experts, experts, expert_adapters)  # type: ignore[assignment]
     if (head := output_layer(model)) is not None:
-        head.forward = _no_logits
+        head.forward = lambda hidden_BLH: hidden_BLH  # no logits
     context = None if cut is None else ContextParallel(model, cut, Shapes(cut.ranks))
     with FakeTensorMode(), packed() if documents else unpacked():
         model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))
@@ -164,7 +164,3 @@ def _experts(experts: nn.Module, adapters: bool, hidden_TH: torch.Tensor, *_: An
 
 def _not_needed(_: Any) -> Any:
     raise NotImplementedError("no backward follows")
-
-
-def _no_logits(hidden_BLH: torch.Tensor) -> torch.Tensor:
-    return hidden_BLH

@@ -280,7 +280,7 @@ def keep_parts(model: PreTrainedModel, parts: Sequence[Part]) -> None:
     chain = find_chain(model)
     object.__setattr__(model, _ATTRIBUTE, chain)
     layers, norm = _layers(model, chain), ".".join(filter(None, (chain.owner, chain.norm)))
-    embedding = _name_of(model, cast(nn.Module, model.get_input_embeddings()))
+    embedding = next(name for name, module in model.named_modules() if module is model.get_input_embeddings())
     kept = {layer for part in parts for layer in part.layers}
     if last:
         kept |= set(range(len(layers) - len(multi_token_layers(model)), len(layers)))
@@ -317,10 +317,6 @@ def kept_parts(parts: Sequence[Part]) -> AbstractContextManager[None]:
         return before.__func__(cls, model, *args, **kwargs)
 
     return replaced(DistributedMixin, "maybe_distribute_model", classmethod(cut_first))
-
-
-def _name_of(model: nn.Module, module: nn.Module) -> str:
-    return next(name for name, one in model.named_modules() if one is module)
 
 
 def _head_name(model: PreTrainedModel) -> str | None:
