@@ -119,7 +119,7 @@ def test_the_same_losses(
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_a_loss_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accumulation: int) -> None:
+def test_a_loss_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accumulation: int) -> None:
     data, more = Rows(*[12] * 8), {"gradient_accumulation_steps": accumulation, "max_steps": 3}
     want, _ = trained(tmp_path, model_of(False), None, data, **more)
     seen: list[bool] = []
@@ -135,12 +135,12 @@ def test_a_loss_of_labels_that_are_shifted_already(tmp_path: Path) -> None:
     ids = torch.arange(12)[None]
     shifted, labels = (ids * 5) % 64, torch.full_like(ids, 7)
     shifted[0, 3] = -100
-    in_pieces = fast_steps._forward_in_pieces(model)
+    in_chunks = fast_steps._forward_in_chunks(model)
     for given in ({"shift_labels": shifted}, {"shift_labels": shifted.flatten(), "num_items_in_batch": 5}, {}):
-        want, got = (run(input_ids=ids, labels=labels, **given) for run in (model.forward, in_pieces))
+        want, got = (run(input_ids=ids, labels=labels, **given) for run in (model.forward, in_chunks))
         assert got.logits is None and got.loss.item() == pytest.approx(want.loss.item(), rel=1e-5)
     # Another word for "no label" is the model's own loss's to know.
-    assert in_pieces(input_ids=ids, labels=labels, ignore_index=7).logits is not None
+    assert in_chunks(input_ids=ids, labels=labels, ignore_index=7).logits is not None
 
 
 def test_a_loss_that_others_see_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,7 +67,7 @@ def test_a_model_that_changes_its_logits_is_noticed() -> None:
         HeadLoss(model)(*batch(), use_cache=False)
 
 
-def test_logits_that_are_scaled_or_capped_go_in_pieces() -> None:
+def test_logits_that_are_scaled_or_capped_go_in_chunks() -> None:
     granite = make("granitemoe", logits_scaling=3.0)
     gemma = tiny_model(discover()["gemma4"])
     gemma.config.get_text_config().final_logit_softcapping = 0.5

@@ -32,7 +32,7 @@ def followed() -> None:
         plain = _layer(Schedule())
         for options in ({}, {"last_first": True}):
             ours = _layer(Schedule("in-turn", 4, options=options))
-            assert torch.equal(ours[0], plain[0]) and torch.equal(ours[1], plain[1])
+            # To rounding: on some CPUs products of fewer rows add up in another order.
             for one, other in zip(ours, plain, strict=True):
                 torch.testing.assert_close(one, other)
 
