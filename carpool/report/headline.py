@@ -84,7 +84,9 @@ def title(summary: Summary, info: RunInfo) -> str:
     on.append(f"transport {info.transport.name}")
     amount = counted(summary.steps, "step")
     if summary.tokens is not None:
-        amount += f", {count_text(summary.tokens)} {'learned ' if 'learned_tokens' in repr(info.data) else ''}tokens"
+        sets = [info.data, *info.data.get("sources", {}).values()]
+        learned = "learned " if any("learned_tokens" in one for one in sets) else ""
+        amount += f", {count_text(summary.tokens)} {learned}tokens"
     return f"{info.model.architecture}, {amount}, {', '.join(on)}"
 
 
