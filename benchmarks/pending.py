@@ -281,6 +281,14 @@ PENDING = [
         "matrices of parity", "measurements.md: matrices over nccl and nvlink since there are spare slots", 1, 300,
         "-m pytest -q -p no:cacheprovider -m gpu tests/gpu/test_gpu.py tests/gpu/test_nvlink_gpu.py -k parity_matrix",
     ),
+    # In runs/nanochat: what prepare.py writes of the text that the example's README names.
+    *(
+        Measurement(
+            f"nanochat, {name}", "examples/nanochat_moe/README.md: ten minutes each, micro-batches as graphs", 1, 780,
+            "examples/nanochat_moe/train.py runs/nanochat {out}/run.json --minutes 10 --capture " + more,
+        )
+        for name, more in (("dense", "--compile blocks"), ("64 experts", "--experts 64 --top-k 8"))
+    ),
     # Peers that were published since the comparison in README: nothing here calls them yet.
     *(
         Measurement(f"peer: {peer}", "README and log.md: the best peer at each shape", 4, 0, None, module=module)

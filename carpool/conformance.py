@@ -143,7 +143,7 @@ def _import(where: str, name: str) -> str:
         where = Path(where).stem
     try:
         module = importlib.import_module(where)
-    except ModuleNotFoundError as error:
+    except Exception as error:  # the module's own code runs
         raise ValueError(f"{where} is neither an implementation in Transformers nor a module: {error}") from error
     registered = [*EPImplementationInterface().items(), *ALL_EXPERTS_FUNCTIONS.items()]
     names = [key for key, entry in registered if f"{entry.__module__}.".startswith(f"{module.__name__}.")]
@@ -417,6 +417,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--timeout", type=int, default=60, help="seconds that a rank waits for the others (60)")
     parser.add_argument("--json", type=Path, help="file for all errors")
     given = parser.parse_args(arguments)
+    if not 1 <= given.timeout <= 86_400:
+        parser.error(f"--timeout {given.timeout}: give 1 to 86,400 seconds")
     try:
         find_implementation(given.implementation)
         if given.json is not None:
@@ -425,8 +427,6 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(str(error))
     except OSError as error:
         parser.error(f"--json {given.json} cannot be written ({error.strerror}); name another file")
-    if not 1 <= given.timeout <= 86_400:
-        parser.error(f"--timeout {given.timeout}: give 1 to 86,400 seconds")
     results: list[Result] = []
     for ranks in (2, 4):
         meshes = [name for name in given.mesh or MESHES if MESHES[name][0] * MESHES[name][1] == ranks]

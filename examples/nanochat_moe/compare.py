@@ -86,7 +86,13 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(f"there is no file {lacking[0]}: train.py writes it with its first evaluation")
     if given.plot and not given.plot.absolute().parent.is_dir():
         parser.error(f"--plot {given.plot}: there is no folder {given.plot.parent}")
-    runs = [json.loads(path.read_text()) for path in given.runs]
+    runs = []
+    for path in given.runs:
+        try:
+            runs.append(json.loads(path.read_text()))
+            table(runs[-1:])
+        except (ValueError, LookupError, TypeError):
+            parser.error(f"{path} is not what train.py writes: name a run's JSON file, after its first evaluation")
     print(table(runs))
     if given.plot:
         plot(runs, given.plot)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import sys
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from unittest import mock
@@ -91,11 +92,16 @@ def options_of(script: str, words: Sequence[str]) -> argparse.Namespace:
 
 
 def check_command(words: Sequence[str], gpus: int) -> None:
-    """Of `python -m carpool ...`, `python -m benchmarks...` and `python -m torch.distributed.run ... -m benchmarks...`.
+    """Of `python -m carpool ...`, `python -m benchmarks...`, `python -m torch.distributed.run ... -m benchmarks...` and
+    `python FILE.py ...`.
 
     Raises:
         ValueError: what it would refuse on so many GPUs, or nothing that is checked here."""
     words = list(words)
+    if words[0].endswith(".py"):
+        with mock.patch("sys.path", [str(Path(words[0]).parent.resolve()), *sys.path]):
+            options_of(Path(words[0]).stem, words[1:])
+        return
     module = len(words) - 1 - words[::-1].index("-m") if "torch.distributed.run" in words else words.index("-m")
     name, given = words[module + 1], words[module + 2 :]
     if name == "carpool" and given[0] == "bench":

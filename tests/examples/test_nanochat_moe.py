@@ -90,7 +90,10 @@ def test_outputs_that_cannot_be_written_are_refused_first(
         scripts.prepare.main([str(ROOT / "docs"), str(file)])
     with pytest.raises(SystemExit):
         scripts.compare.main([str(file), "--plot", str(tmp_path / "no" / "loss.png")])
+    with pytest.raises(SystemExit):
+        scripts.compare.main([str(file)])
     errors = capsys.readouterr().err
+    assert f"{file} is not what train.py writes" in errors
     assert f"nothing can be written to {file} (File exists)" in errors and "there is no folder" in errors
 
 

@@ -54,7 +54,11 @@ def test_right_ones(two_ranks: Ranks, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("option", "value", "says"),
-    [("--json", "no/x.json", "cannot be written (No such file or directory)"), ("--timeout", "0", "give 1 to 86,400")],
+    [
+        ("--implementation", "..", ".. is neither an implementation in Transformers nor a module"),
+        ("--json", "no/x.json", "cannot be written (No such file or directory)"),
+        ("--timeout", "0", "give 1 to 86,400"),
+    ],
 )
 def test_bad_options_are_refused_before_ranks_start(
     option: str, value: str, says: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

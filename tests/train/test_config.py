@@ -81,6 +81,18 @@ def test_lists_may_be_single_texts():
     assert load_config(None, ["training.report_to=none"]).training.report_to == ()
 
 
+def test_a_table_of_a_list_may_be_set_by_its_number():
+    two = 'data.sources=[{path = "a", weight = 1}, {path = "b", weight = 1}]'
+    sources = load_config(None, [two, "data.sources.1.weight=3", "data.sources.0.path=c"]).data.sources
+    assert [(one.path, one.weight) for one in sources] == [(("c",), 1), (("b",), 3)]
+    for more in ([two, "data.sources.2.weight=3"], ["data.sources.0.weight=3"]):
+        assert "unknown key 0 of a source in data.sources; it takes path, weight" in error(None, *more)
+    assert "unknown key weigth of a source in data.sources; did you mean weight?" in error(
+        None, two, "data.sources.0.weigth=3"
+    )
+    assert "data.sources has 'abc': write tables" in error(None, "data.sources=abc")
+
+
 def test_unknown_keys_name_the_nearest(tmp_path):
     path = write(tmp_path, "[training]\nmax_step = 3\n")
     assert error(path) == f"unknown key training.max_step in {path}; did you mean training.max_steps?"

@@ -81,15 +81,12 @@ class _Made:
             half = replace(candidate, micro_batch=candidate.micro_batch / 2)  # type: ignore[arg-type]
             lengths = Lengths(lengths.shape, lengths.hardware, half, lengths.per_node, lengths.routes)
         self.lengths = lengths
-        self.forward, self.backward = cache(self._forward_pieces), cache(self._backward_pieces)
+        self.forward, self.backward = cache(lambda layer: tuple(lengths.forward(layer))), cache(self._backward_pieces)
         self.gathers = cache(lambda layer: tuple(lengths.gathers(layer)))
         self.reductions = cache(lambda dense, experts: tuple(lengths.reductions(dense, experts)))
         self.offloaded, self.host = cache(lengths.offloaded), cache(lengths.host)
         self.programs: dict[Any, Program] = {}
         self.chunks: dict[Any, int] = {}  # of what a chunk of the pipeline has, a number
-
-    def _forward_pieces(self, layer: LayerShape) -> tuple[Piece, ...]:
-        return tuple(self.lengths.forward(layer))
 
     def _backward_pieces(self, layer: LayerShape, kind: str = "B") -> tuple[Piece, ...]:
         """Of a whole backward; of an I or a W, half of each product, and I has everything else."""

@@ -18,7 +18,7 @@ from carpool.parallel.schedules import SCHEDULES
 from carpool.planner.candidate import Candidate
 from carpool.planner.machine.hardware import Hardware
 from carpool.planner.model.routes import Routes
-from carpool.planner.model.shape import LayerShape, ModelShape
+from carpool.planner.model.shape import ModelShape
 from carpool.planner.step.events import COMMUNICATION, exposed_of
 from carpool.planner.step.graph import BOUNDS, StepClock
 from carpool.planner.step.lengths import Lengths
@@ -119,7 +119,7 @@ def step_seconds(
             alike = len(shape.kinds) == 1
         else:
             period, start = _PERIOD, _PERIOD + layers % _PERIOD
-            alike = layers >= 4 * period and _repeats(shape.layers, start, period)
+            alike = layers >= 4 * period and shape.layers[start + period :] == shape.layers[start:-period]
         if layers < start + 2 * period or not alike or "offload" in candidate.policies.values():
             return run(micro_batches, layers)
         one, two = run(micro_batches, start), run(micro_batches, start + period)
@@ -129,11 +129,6 @@ def step_seconds(
         return of_layers(number)
     one, two = of_layers(first), of_layers(first + more)
     return two + (number - first - more) / more * (two - one)
-
-
-def _repeats(layers: tuple[LayerShape, ...], start: int, period: int) -> bool:
-    """Whether kinds of layers repeat from `start` on."""
-    return layers[start + period :] == layers[start:-period]
 
 
 def inputs(hardware: Hardware, candidate: Candidate, routes: Routes, shape: ModelShape) -> Mapping[str, str]:

@@ -239,10 +239,15 @@ def _merge(into: dict[str, Any], new: Mapping[str, Any], at: tuple[str, ...], pl
             old = into.get(key)
             if here == ("model", "config") and isinstance(old, str):
                 old = {FROM: old}
-            into[key] = dict(old) if isinstance(old, Mapping) else {}
+            # "data.sources.0.weight" is of the first table of a list.
+            tables = {str(number): one for number, one in enumerate(old)} if isinstance(old, list) else old
+            into[key] = dict(tables) if isinstance(tables, Mapping) else {}
             _merge(into[key], value, here, place, places)
+            if isinstance(old, list) and len(into[key]) == len(old):
+                into[key] = [*into[key].values()]
         else:
-            into[key] = None if _is_none(value) and not _takes_texts(here) else value
+            # Of what a run reports to, the word none means the empty list.
+            into[key] = None if _is_none(value) and here != ("training", "report_to") else value
 
 
 def _prefer_later_length(training: Any, places: Mapping[tuple[str, ...], str]) -> None:
@@ -269,11 +274,6 @@ def _names_a_model(model: Mapping[str, Any]) -> bool:
 
 def _is_none(value: Any) -> bool:
     return isinstance(value, str) and value.lower() in NONE_WORDS
-
-
-def _takes_texts(path: tuple[str, ...]) -> bool:
-    """Is this a list of texts without a None of its own, where the word none means the empty list?"""
-    return path == ("training", "report_to")
 
 
 # Settings that are gone, whose recorded values mean nothing now, and what to say of them.

@@ -81,7 +81,10 @@ class DataSection(Section):
     token shards (Megatron's .idx with .bin, llm.c's .bin). "stdlib" is the source code of this machine's Python: real
     text, no download."""
     sources: Annotated[
-        Annotated[tuple[DataSource, ...], BeforeValidator(lambda value: tuple(value) if type(value) is list else value)]
+        Annotated[
+            tuple[DataSource, ...],
+            BeforeValidator(lambda value: tuple(value) if type(value) in (list, tuple) else (value,)),
+        ]
         | None,
         Excludes("data.train", "a mixture names its files itself, in data.sources"),
     ] = None
