@@ -5,6 +5,7 @@ Prints how the run ended, and exits as the command line would.
 
 from __future__ import annotations
 
+import signal
 import sys
 from typing import Any
 
@@ -15,6 +16,8 @@ from carpool.train.launch.stopping import EXIT_STOPPED, Stopped
 
 
 def main() -> None:
+    # What a shell starts in the background, it has ignore Ctrl-C, and so do all processes of that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     entry, folder, *words = sys.argv[1:]
     config = load_config(None, ["parallelism.device=cpu", "parallelism.num_ranks=2", f"training.output_dir={folder}"])
     word: dict[str, Any] = {"word": words[0]} if words else {}
