@@ -42,8 +42,8 @@ def why_none(found: Found) -> str:
     """Why a search found no plan, and what to do."""
     if found.least_memory < float("inf"):
         return (
-            f"no configuration fits: the least that one needs is {found.least_memory / GiB:.1f} GiB a rank; use more "
-            "GPUs, shorter sequences, or --moments bfloat16"
+            f"no configuration fits: the least that one needs is {found.least_memory / GiB:.1f} GiB a rank, more than "
+            "--memory (92 % of the device by default); use more GPUs, shorter sequences, or fewer bits for --moments"
         )
     refused = "; ".join(f"{why} ({number:,})" for why, number in found.refused.items())
     refused = refused or "the GPUs cannot be divided so"
