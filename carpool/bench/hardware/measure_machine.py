@@ -2,7 +2,6 @@
 
 {"hardware": {...},     what predictions read (`carpool.planner.machine.hardware.Hardware`)
  "links": [...],        each line that was fitted, with its residual and its points
- "rates": [...],        computation and memory, for people
  "topology", "slow_nodes", "seconds", "environment"}
 """
 
@@ -12,7 +11,7 @@ import json
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from carpool.bench.hardware.measure_links import Fit, measure_links, measure_push, measure_ring, slow_nodes
-from carpool.bench.hardware.measure_rates import Rate, measure_copies, measure_disk, measure_rates, measure_work
+from carpool.bench.hardware.measure_rates import measure_copies, measure_disk, measure_rates, measure_work
 from carpool.bench.options import find_ranks
 from carpool.bench.result_files import print_table, terminal
 from carpool.layout.topology import Topology
@@ -58,7 +57,7 @@ def measure(config: Config, out: str) -> None:
     ring = measure_ring(topology, device) if topology.num_nodes > 2 else []
     links += measure_copies(device)
     links += measure_disk(path.parent if path.parent.is_dir() else Path.cwd(), device)
-    rates = measure_rates(device)
+    flops, memory = measure_rates(device)
     kernels = measure_work(device)
     hosts = gather(socket.gethostname())
     if dist.get_rank() != 0:
@@ -66,16 +65,15 @@ def measure(config: Config, out: str) -> None:
     slow = [_name(node, topology, hosts) for node in slow_nodes(ring)]
     name = device_name(device)
     found = {
-        "hardware": measured_hardware(hardware_of(name), name, links, rates, shared, kernels).to_dict(),
+        "hardware": measured_hardware(hardware_of(name), name, links, flops, memory, shared, kernels).to_dict(),
         "links": [one.to_dict() for one in links],
-        "rates": [asdict(one) for one in rates],
         "topology": topology.to_dict(),
         "slow_nodes": slow,
         "seconds": round(time.perf_counter() - began, 1),
         "environment": environment(device, topology.num_ranks),
     }
     path.write_text(json.dumps(found, indent=1) + "\n")
-    _show(topology, links, rates, shared, slow, kernels)
+    _show(topology, links, shared, slow, kernels)
     print(f"wrote {path} after {found['seconds']} s; parallelism.hardware={path} takes it", flush=True)
 
 
@@ -83,13 +81,14 @@ def measured_hardware(
     known: Hardware,
     name: str,
     links: Sequence[Fit],
-    rates: Sequence[Rate],
+    flops: float,
+    memory: float,
     shared: bool,
     kernels: Mapping[str, Work],
 ) -> Hardware:
-    """What was measured, over what is known of the device: its peak, its capacity, and links that are not here."""
+    """What was measured, over what is known of the device: its peak, its capacity, and links that are not here.
+    `flops` and `memory`: of `measure_rates`."""
     fits = {one.name: one.rate for one in links}
-    value = {one.name: one.value for one in rates}  # of grouped products the last: those with the most rows
     changed: dict[str, Any] = measured_links(links)
     if "to host" in fits:
         changed["host"] = slower(fits["to device"], fits["to host"])
@@ -100,8 +99,8 @@ def measured_hardware(
         known,
         **changed,
         name=f"{name}, measured",
-        flops=value["grouped products"],
-        memory=value["elementwise"],
+        flops=flops,
+        memory=memory,
         disk=slower(fits["disk, write"], fits["disk, read"]),
         shared_network=shared,
         kernels=kernels,
@@ -129,7 +128,6 @@ def _name(node: int, topology: Topology, hosts: Sequence[str]) -> str:
 def _show(
     topology: Topology,
     links: Sequence[Fit],
-    rates: Sequence[Rate],
     shared: bool,
     slow: Sequence[str],
     kernels: Mapping[str, Work],
@@ -146,17 +144,12 @@ def _show(
         console.print("the ranks of a node share one port: alone a rank sends faster", highlight=False)
     for name in slow:
         console.print(f"[yellow]slow link:[/] {name} reaches less than half of what others do", highlight=False)
-    print_table(console, "rates", ["what", "rate", "of"], [[one.name, _value(one), one.detail] for one in rates])
     columns = ["kernels", "latency", "products", "memory", "residual"]
     print_table(console, "kernels: latency + operations / rate + bytes / bandwidth", columns, [
         [name, f"{one.latency * 1e6:,.1f} us", _per_second(one.flops_per_second, "FLOP/s"),
          _per_second(one.bytes_per_second, "bytes/s"), f"{100 * one.residual:.0f} %"]
         for name, one in kernels.items()
     ])  # fmt: skip
-
-
-def _value(rate: Rate) -> str:
-    return f"{rate.value * 1e6:,.2f} us" if rate.unit == "s" else _per_second(rate.value, rate.unit)
 
 
 def _per_second(value: float | None, unit: str) -> str:
