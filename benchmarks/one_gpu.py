@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.pending import Measurement, measure, shell, where
-from carpool.bench.bench_settings import ModelSettings
+from carpool.bench.model.model_settings import ModelSettings
 from carpool.train.config.published import read_keys
 from carpool.train.launch.machine import imagine_machine
 from carpool.train.plan.memory_fit import CLEARLY

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.script import make_parser, write_results
-from carpool.bench.bench_settings import STEPS_ALONE
 from carpool.bench.model.model_contenders import free_memory
+from carpool.bench.model.model_settings import STEPS_ALONE
 from carpool.bench.options import find_ranks
 from carpool.metrics.host import slowest
 from carpool.train.build.policy_times import groups_before

@@ -29,10 +29,10 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from carpool.bench.bench_settings import ModelSettings, Own
 from carpool.bench.contest import RankBenchmark, start_ranks
 from carpool.bench.model.model_contest import PLOT, measure
 from carpool.bench.model.model_results import Case, Row
+from carpool.bench.model.model_settings import CustomContender, ModelSettings
 from carpool.bench.options import find_ranks
 from carpool.bench.result_files import Result, print_table, terminal
 from carpool.recipes import Recipe
@@ -63,7 +63,7 @@ class Field:
         left_out: why a row is not there, by its name.
     """
 
-    own: dict[str, Own] = field(default_factory=dict)
+    own: dict[str, CustomContender] = field(default_factory=dict)
     dtype: str | None = None
     left_out: dict[str, str] = field(default_factory=dict)
 
@@ -131,7 +131,7 @@ def find_field(settings: ModelSettings, recipes: Sequence[Recipe], transport: st
         for name, way in ways.items():
             overrides = tuple(_overrides(recipe, way))
             try:
-                alone = replace(settings, own={name: Own(overrides)}, contenders=(name,), out="")
+                alone = replace(settings, own={name: CustomContender(overrides)}, contenders=(name,), out="")
                 config = alone.config_of(name)
             except ValueError as error:
                 found.left_out[name] = str(error).splitlines()[0]
@@ -146,7 +146,7 @@ def find_field(settings: ModelSettings, recipes: Sequence[Recipe], transport: st
                 continue
             runs[name] = effective
             changes = [f"{key} = {effective[key]}" for key in FUNCTION if effective.get(key) != base.get(key)]
-            found.own[name] = Own(overrides, tuple(changes))
+            found.own[name] = CustomContender(overrides, tuple(changes))
     if not found.own:
         told = "; ".join(f"{name}: {why}" for name, why in found.left_out.items())
         raise ValueError(f"no recipe can be raced: {told}")

@@ -193,7 +193,7 @@ def race_recipes(
         check_output("--out", out)
         if not names.strip(", "):
             raise ValueError("--recipes is empty: name some; `carpool recipes list` has all")
-        from carpool.bench.bench_settings import MODEL_CONTENDERS, ModelSettings
+        from carpool.bench.model.model_settings import MODEL_CONTENDERS, ModelSettings
         from carpool.bench.options import one_of, split
         from carpool.transport import find_transport
         from carpool_systems.race import race

@@ -1,4 +1,4 @@
-"""`carpool bench`: transport, experts, layer, model, generate. The options are fields of `bench.bench_settings`."""
+"""`carpool bench`: transport, experts, layer, model, generate. Options are fields of settings classes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from carpool.bench import bench_settings
+from carpool.bench.model.model_settings import ModelSettings
 from carpool.bench.options import Options, RankOptions, split
 from carpool.cli.common import BENCH_PACKAGES, TRAIN_PACKAGES, Debug, RanksDebug, check_output, command, errors, require
 
@@ -32,7 +33,7 @@ _BENCHMARKS: dict[str, tuple[type[Options], tuple[str, ...], str, str]] = {
         "Time whole MoE layers over ranks: transports and experts of Carpool against transformers' expert parallelism.",
     ),
     "model": (
-        bench_settings.ModelSettings, TRAIN_PACKAGES, "carpool.bench.model.model_contest:BENCHMARK",
+        ModelSettings, TRAIN_PACKAGES, "carpool.bench.model.model_contest:BENCHMARK",
         "Time whole training steps of a real configuration with random weights, and see where their time goes.",
     ),
     "generate": (

@@ -15,7 +15,7 @@ from unittest import mock
 
 from typer.testing import CliRunner
 
-from carpool.bench.bench_settings import ModelSettings
+from carpool.bench.model.model_settings import ModelSettings
 from carpool.bench.options import RankOptions
 from carpool.cli import app
 from carpool.cli.train import check_paths

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import moments, moving, one_gpu_memory, peaks, points, runs, snapshots, texts
-from carpool.bench.bench_settings import STEPS_ALONE
+from carpool.bench.model.model_settings import STEPS_ALONE
 from carpool.train.config import Config, load_config, resolve_config
 from examples.tiny_chat_model import write
 from tests.bench.started import check_bench, check_steps, check_train, options_of

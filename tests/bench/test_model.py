@@ -20,7 +20,6 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, P
 
 from carpool.bench import bench_generate as generate
 from carpool.bench.bench_settings import GENERATE_CONTENDERS, GenerateSettings
-from carpool.bench.bench_settings import ModelSettings as Settings
 from carpool.bench.contest import measure_on_rank
 from carpool.bench.model.model_contenders import check_routing, recorded_choices, route
 from carpool.bench.model.model_contest import ModelBenchmark, check_room, groups_that_fit, time_steps
@@ -36,6 +35,7 @@ from carpool.bench.model.model_results import (
     show,
     work_of,
 )
+from carpool.bench.model.model_settings import ModelSettings as Settings
 from carpool.bench.timing import host_times
 from carpool.hf.context_parallel import _interface
 from carpool.hf.routing.router_answers import balanced_choices, force_choices

@@ -11,9 +11,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from carpool.bench.bench_settings import ModelSettings as Settings
 from carpool.bench.model.model_contest import ModelBenchmark
 from carpool.bench.model.model_results import Case, KindRow, Row, StepTimes, Times
+from carpool.bench.model.model_settings import ModelSettings as Settings
 from carpool.cli import app
 from carpool.recipes import names, path_of, read
 from carpool.replicas.slot_costs import Costs

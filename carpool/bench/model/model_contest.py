@@ -29,10 +29,10 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers.utils.logging import disable_progress_bar
 
-from carpool.bench.bench_settings import ModelSettings
 from carpool.bench.contest import RankBenchmark, attempt_together
 from carpool.bench.model.model_contenders import Contender, check_routing, free_memory, make_contender
 from carpool.bench.model.model_results import Case, KindRow, Row, Sizes, StepTimes, Times, roofline_ms, show, work_of
+from carpool.bench.model.model_settings import ModelSettings
 from carpool.bench.timing import host_times, rounds
 from carpool.metrics.host import slowest, synchronize
 from carpool.parallel.ranks import gather
