@@ -37,7 +37,6 @@ On a CPU the same code copies synchronously.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -49,104 +48,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from carpool.activations.host_memory import event_now, host_zeros, on_stream, wait_for
-from carpool.memory import TIERS, Staging
+from carpool.experts.host_layers import HostLayer, HostWeight, layers_on_disk, storage_key
+from carpool.memory import TIERS
 from carpool.memory.expert_cache import ExpertCache
 from carpool.memory.next_experts import Counts, Predictor
 from carpool.memory.read_experts import ExpertFiles, ExpertReader
+from carpool.metrics.counters import in_recompute
 
 _ATTRIBUTE = "_carpool_host_experts"
-
-
-class HostWeight:
-    """One offloaded parameter.
-
-    Attributes:
-        device: the tensor on the device, without memory while the parameter is offloaded.
-        here: the same memory, without autograd's version counter.
-        host: its values in host memory or a file of this process, unless those on the device are newer; None: they are
-            in a checkpoint's files.
-        shard: the DTensor of the same memory, if the model is sharded.
-    """
-
-    def __init__(
-        self,
-        whole: nn.Parameter,
-        shard: nn.Parameter | None,
-        device: torch.device,
-        memory: Callable[[torch.Size, torch.dtype], torch.Tensor] | None,
-    ) -> None:
-        self.whole, self.shard = whole, shard
-        values: torch.Tensor = whole.detach()
-        self.host = None if memory is None else memory(values.shape, values.dtype).copy_(values)
-        if values.device != device:
-            values = torch.empty_like(values, device=device)
-        elif values.untyped_storage().nbytes() != values.nbytes or not values.untyped_storage().resizable():
-            values = values.clone()  # for instance a part of a mapped file
-        self.device = whole.data = values
-        if isinstance(shard, DTensor):
-            shard._local_tensor = values
-        self.here = values.data
-        self.size = values.untyped_storage().nbytes()
-
-    @property
-    def key(self) -> int:
-        return storage_key(self.whole)
-
-    @property
-    def shown(self) -> bool:
-        """Whether the parameter refers to its values in host memory."""
-        return self.host is not None and self.whole.data_ptr() == self.host.data_ptr()
-
-
-class HostLayer:
-    """The experts of one layer.
-
-    Attributes:
-        here: whether they are on the device, or being copied to it.
-        reads: the reading threads' tasks.
-        ready: the event after the copy to the device; None: the device has waited for it.
-        gone: the event after the copy of the newest values to the host.
-        rows: numbers of the experts on the device; None: all.
-        foretold: those of them that were predicted.
-        wanted: numbers of the experts of the last forward; None: all.
-        staging: buffer between a file of this process and the device.
-    """
-
-    def __init__(self, weights: Sequence[HostWeight]) -> None:
-        self.weights = list(weights)
-        self.trained = any(weight.whole.requires_grad for weight in weights)
-        self.wanted: list[int] | None = None
-        self.staging: Staging | None = None
-        self.here = True
-        self.rows: set[int] | None = None
-        self.reads: list[Future[None]] = []
-        self.foretold: set[int] = set()
-        self.ready: Any = None
-        self.gone: Any = None
-
-    @property
-    def experts(self) -> int:
-        return int(self.weights[0].whole.shape[0])
-
-    @property
-    def values(self) -> list[torch.Tensor]:
-        """The values of each parameter, in host memory or a file of this process."""
-        return [weight.host for weight in self.weights if weight.host is not None]
-
-
-def layers_on_disk(layers: Sequence[Sequence[torch.Tensor]], host_bytes: int) -> set[int]:
-    """The layers on disk, if host memory is for the others. All are read equally often; distributing them over the
-    model gives each read from disk the time of several layers.
-
-    Example: 6 layers of 2 bytes, 5 of host memory -> {0, 1, 3, 4}; layers 2 and 5 are in host memory."""
-    number = min(len(layers), host_bytes // max(1, *(sum(weight.nbytes for weight in layer) for layer in layers)))
-    return {i for i in range(len(layers)) if (i + 1) * number // len(layers) == i * number // len(layers)}
-
-
-def storage_key(tensor: torch.Tensor) -> int:
-    """A key that is equal for tensors of the same storage, also while it has no memory."""
-    own = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    return int(own.untyped_storage()._cdata)
 
 
 @dataclass
@@ -252,12 +161,12 @@ class HostExperts:
     def _before_forward(self, number: int, _module: nn.Module, _args: Any) -> None:
         if self.predictor is None:
             # Recomputation by activation checkpointing.
-            self._enter(number, -1 if _in_backward() else 1)
+            self._enter(number, -1 if in_recompute() else 1)
 
     def _after_forward(self, number: int, _module: nn.Module, _args: Any, y_TH: torch.Tensor) -> None:
         if y_TH.requires_grad:
             y_TH.register_hook(partial(self._before_backward, number, self._layers[number].wanted))
-        if not _in_backward() and not (y_TH.requires_grad and number + 1 == len(self._layers)):
+        if not in_recompute() and not (y_TH.requires_grad and number + 1 == len(self._layers)):
             self._leave(number)
 
     def _before_backward(self, number: int, wanted: list[int] | None, _: torch.Tensor) -> None:
@@ -289,7 +198,7 @@ class HostExperts:
         stay = () if self.stays is None else self.stays(number, counts)
         wanted = [expert for expert in counts if expert not in stay]
         with torch.no_grad():
-            if _in_backward():  # activation checkpointing
+            if in_recompute():  # activation checkpointing
                 self._enter(number, -1, wanted)
                 return
             self.predictor.saw(number, counts)
@@ -507,7 +416,3 @@ def host_experts(model: nn.Module) -> HostExperts | None:
     """The `HostExperts` of a model, or None."""
     found: HostExperts | None = getattr(model, _ATTRIBUTE, None)
     return found
-
-
-def _in_backward() -> bool:
-    return bool(torch._C._current_graph_task_id() != -1)

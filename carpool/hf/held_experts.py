@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from carpool.experts.host_experts import HostExperts, storage_key
+from carpool.experts.host_experts import HostExperts
+from carpool.experts.host_layers import storage_key
 from carpool.hf.seam.expert_rides import ExpertRides, required_rides
 from carpool.hf.seam.experts_module import base_of
 from carpool.memory.next_experts import Predictor

@@ -83,7 +83,7 @@ class _Parameter:
 
 
 class StoredExperts:
-    """The experts of a model in the files of its checkpoint: a `carpool.experts.host_experts.ExpertFiles`.
+    """The experts of a model in the files of its checkpoint: a `carpool.memory.read_experts.ExpertFiles`.
 
     Args:
         folder: of the checkpoint, which was checked (`read_config`).
