@@ -1,14 +1,15 @@
 """A Mixture-of-Experts layer over several ranks. Follow one token through `MoE.forward`:
 
-    routing = router(x)            who serves it: K experts, K weights                      carpool/routing/
+    routing = router(x)            K experts for each token, with K weights                 carpool/routing/
     slot_TK = assign(...)          where each expert is: rank and slot                      carpool/layout/
-    y = ride(...)                  its row goes to each rank that holds any of them, the    carpool/ride/
-                                   experts there add up what they make of it, and one
-                                   partial sum per rank comes back
-    y += shared(x)                 experts that serve every token stay at home, and compute while rows travel
+    y = ride(...)                  dispatch: the token's hidden state goes once to each     carpool/ride/
+                                   rank that holds any of them; the experts there compute
+                                   and add their outputs; combine: one partial sum per rank
+                                   comes back
+    y += shared(x)                 experts that serve every token compute on its own rank, during the dispatch
 
-The three in the middle are the layer's core (`carpool.layer.core`), which it shares with the layers of transformers'
-models. What a layer offers beside its forward (settings, counters, state) is in `carpool.layer.module`.
+`assign` and `ride` are called by the layer's core (`carpool.layer.core`), which layers of Transformers' models have,
+too. What a layer offers beside its forward (settings, counters, state) is in `carpool.layer.module`.
 
 Shapes: T tokens of this rank, H hidden, F expert hidden, E experts, K per token (carpool/layout has the legend).
 """

@@ -7,7 +7,7 @@ have shapes and storages but no bytes, and what autograd saves is added up, each
 
 Attention saves queries, keys, values, output and one number a token and head, as every fused kernel does; with a mask,
 each layer saves numbers of its own of it: (batch, 1, length, length). Routed experts save their input; what their ride
-saves depends on the transport, and the caller adds it (`carpool.planner.memory.peak`).
+saves depends on the transport, and the caller adds it (`carpool.planner.step.peak`).
 """
 
 from __future__ import annotations

@@ -1,2 +1,7 @@
-"""The parts of an MoE layer that do not depend on who owns its parameters: `core.py` computes outputs from tokens and a
-routing."""
+"""What all MoE layers share.
+
+core.py      outputs from tokens and a routing, whoever owns the parameters: `carpool.MoE` or a model of Transformers
+module.py    the rest of `carpool.MoE`: settings, counters, state dicts, reduction of gradients
+recorder.py  `carpool.record`: which experts tokens choose
+checks.py    of constructor arguments, and of recordings that are replayed
+"""

@@ -14,8 +14,8 @@ An NVLink domain is a node, or several: the GPUs of a rack that NVLink joins (NV
 to, and ranks that name the same one are one domain. Where ranks can write into each other's memory follows from nodes
 and domains (`why_no_peer_memory`).
 
-It lives in this room because layouts and topologies are the two things that every room above may ask about ranks, and
-this is the lowest room. It needs no PyTorch of its own.
+It is in this package because layouts and topologies are what every package above needs to know of ranks. It needs no
+PyTorch of its own.
 """
 
 from __future__ import annotations

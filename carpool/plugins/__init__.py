@@ -1,7 +1,7 @@
 """What others may add to Carpool, and how it is found: one registry for each kind of thing.
 
-This room imports nothing else of Carpool, so that rooms which need no accelerator can use it. A registry is a mapping
-from names to things. Whoever lists names, checks a name or makes a thing reads the registry and nothing else.
+It imports nothing else of Carpool, so that packages which need no accelerator can use it. A registry is a mapping from
+names to things. Whoever lists names, checks a name or makes a thing reads the registry and nothing else.
 
     TRANSPORTS = Registry("transport", "carpool.transports", {"dedup": Dedup, "gather": Gather})
     TRANSPORTS["dedup"]            the class

@@ -1,4 +1,4 @@
-"""The known names nearest to one that is not known, for errors. Here because every room may import this one."""
+"""The known names nearest to one that is not known, for errors. Here because every package may import this one."""
 
 from __future__ import annotations
 

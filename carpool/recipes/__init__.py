@@ -1,4 +1,4 @@
-"""How did system X do it? One TOML file per published system: a choice of what the rooms offer, nothing else.
+"""How did system X do it? One TOML file per published system: a choice of settings and plug-ins, nothing else.
 
     [recipe]
     system = "MindSpeed"                              what it is called

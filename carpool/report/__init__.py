@@ -1,4 +1,4 @@
-"""What happened? The report room reads a run directory and tells it to a person.
+"""What happened? The report package reads a run directory and tells it to a person.
 
 Four ways of telling:
 
@@ -11,7 +11,7 @@ Four ways of telling:
 What is measured and what is predicted never look alike: a prediction (made before the run, from shapes and from the
 assumption of uniform routing) is dashed or hatched and says "predicted".
 
-The room reads files only. It imports neither torch nor transformers, so it also works where a run was merely copied to.
+It reads files only. It imports neither torch nor transformers, so it also works where a run was merely copied to.
 """
 
 from __future__ import annotations

@@ -1,22 +1,18 @@
-"""A linear router with top-k selection, and what it counts for balance.
-
-Balance, three ways, all on the statistics of the whole batch:
-  - auxiliary loss and z-loss (`aux_loss`);
-  - bias (auxiliary-loss-free, DeepSeek-V3, section 2.1.2; `update_biases`).
+"""A linear router with top-k selection, its balance losses, and biases that balance without a loss.
 
 Lossy, off by default: `DropOptions` drop choices beyond an expert's capacity, or second choices at random (counted in
 `dropped`), and `num_groups`/`topk_groups` restrict a token to the experts of a few groups, wherever they live.
 `carpool.routing.limit` restricts it to few ranks or nodes of a layout.
 
-From logits to choices, weights and the balance losses, `route` says in plain PyTorch what becomes of logits. On CUDA
-`carpool.routing.kernel` does the same in one pass, forward and backward. Both choose alike: of equal scores the lower
-expert id wins.
+`route` computes choices, weights and balance losses from logits, in plain PyTorch. On CUDA `carpool.routing.kernel`
+does the same in one pass, forward and backward. Both choose alike: of equal scores the lower expert id wins.
 
-The balance losses are of the statistics of the whole batch:
+What balances uses the statistics of the whole batch:
 
   - auxiliary loss (Switch Transformer, section 2.2; GShard): E * sum_e f_e * P_e, where f_e is the share of choices
     that went to expert e and P_e the mean probability; 1.0 when balanced.
   - z-loss (ST-MoE, section 2.2): mean of logsumexp(logits)^2, which keeps the router's logits small.
+  - biases, without a loss (DeepSeek-V3, section 2.1.2): `update_biases`.
 
 The auxiliary loss is a product of two means, and so it is not linear in the batch: the mean of the ranks' losses is not
 the loss of the batch. So both means are summed over all ranks first.

@@ -1,4 +1,4 @@
-"""One process per rank for the commands of this room; a single rank is this process."""
+"""One process per rank for `carpool generate`, `chat` and `eval`; a single rank is this process."""
 
 from __future__ import annotations
 

@@ -249,7 +249,7 @@ class ExpertsBenchmark(Contest):
     """`carpool bench experts`: how fast one device computes the experts of a layer; nothing travels.
 
     contender                 what it is
-    carpool NAME              `carpool.experts.EXPERTS[NAME]` within `carpool.ride.ride`, as a layer runs it
+    carpool NAME              `carpool.experts.EXPERTS[NAME]` within `carpool.ride.function.ride`, as a layer runs it
     carpool fp8-held          fp8, with weights quantised once and held, as in the further micro-batches of a step
     transformers grouped_mm   the experts module of the model's class, by grouped products
     transformers eager        the same, by the loop over experts that its file has

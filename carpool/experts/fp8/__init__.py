@@ -1,4 +1,4 @@
-"""Experts that compute in FP8. LOSSY; `experts.py` says how."""
+"""Experts that compute in FP8. LOSSY; `fp8_experts.py` says how."""
 
 from carpool.experts.fp8.fp8_experts import FP8Experts
 
