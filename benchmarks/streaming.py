@@ -118,7 +118,7 @@ def main() -> None:
     parameters = args.layers * args.hidden**2
     # What a step's copies carry in one direction.
     state = statistics.median(one["bytes"] for one in found[args.tokens[0], "consumed"]) / 2
-    tokens = break_even_tokens(state, 6 * parameters, hardware_of(device_name(device)), "in the backward")
+    tokens = break_even_tokens(state, 6 * parameters, hardware_of(device_name(device)))
     title = (
         f"{parameters / 1e6:,.0f} M parameters, moments in {args.moments}; foretold: hidden from {tokens:,.0f} tokens"
     )

@@ -156,7 +156,7 @@ def test_a_dry_run_for_a_cluster_that_is_not_here() -> None:
     (verdict,) = (line for line in text.splitlines() if " in 79 GiB" in line)
     assert verdict.startswith("# fits in 79 GiB (") and verdict.endswith(" GiB at the peak)")
     state = 30_532_122_624 / 64 * 10
-    tokens = break_even_tokens(state, 23_083_044_864, find_gpu("h100"), "in the backward")
+    tokens = break_even_tokens(state, 23_083_044_864, find_gpu("h100"))
     assert f"would cost no time from {tokens:,.0f} tokens" in text
     config = load_config(None, [*QWEN, "moe.transport=hierarchical"]).model_dump()
     shape, h100 = ModelShape.read(read_keys("qwen3-30b-a3b")), find_gpu("h100")

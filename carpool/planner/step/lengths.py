@@ -13,10 +13,8 @@ What is counted, beside what travels (`carpool.planner.step.travel`):
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cached_property
-from types import MappingProxyType
 
 from carpool.optim import OPTIMIZERS
 from carpool.planner.candidate import REDUCED
@@ -355,12 +353,9 @@ def _some(piece: Piece | None) -> Iterator[Piece]:
 
 # -- state in host memory ----------------------------------------------------------------------------------------------
 
-# The share of a step's operations that is computed while copies are under way, by when a parameter is updated.
-BESIDE: Mapping[str, float] = MappingProxyType({
-    "after the norm": 0.0,  # the whole backward is done
-    "in the backward": 2 / 3,  # as soon as its gradient is there
-})  # fmt: skip
-
+# The share of a step's operations that the backward computes, while parameters are updated as soon as their gradients
+# are there.
+BACKWARD_SHARE = 2 / 3
 # 41 of 45 GB/s each way: 8 B parameters' state in a training step on an H200 (docs/measurements/streaming.json).
 BOTH_WAYS = 0.9
 
@@ -370,10 +365,9 @@ def stream_seconds(state_bytes: float, hardware: Hardware) -> float:
     return state_bytes / (BOTH_WAYS * hardware.host_link.bytes_per_second)
 
 
-def break_even_tokens(state_bytes: float, flops_per_token: float, hardware: Hardware, beside: str) -> float:
-    """The tokens of a rank and step from which streaming the optimizer's state costs nothing: its copies take the same
-    time whatever the batch is, and the time to compute grows with the tokens. Infinite where nothing is computed beside
-    them.
+def break_even_tokens(state_bytes: float, flops_per_token: float, hardware: Hardware) -> float:
+    """The tokens of a rank and step from which streaming the optimizer's state costs nothing, if parameters are updated
+    in the backward: the copies take the same time whatever the batch is, and the time to compute grows with the tokens.
 
         30.5 B parameters on one H200, 8-bit moments and low bits: 4.03 bytes each
         copies     123 GB in, 123 GB out meanwhile, each way at 41 GB/s           3.0 s
@@ -382,13 +376,5 @@ def break_even_tokens(state_bytes: float, flops_per_token: float, hardware: Hard
 
     Args:
         state_bytes: of one rank's state in host memory.
-        flops_per_token: of one token, forward and backward.
-        beside: a key of `BESIDE`.
-
-    Raises:
-        ValueError: `beside` is no key of `BESIDE`."""
-    if beside not in BESIDE:
-        raise ValueError(f"beside = {beside!r} is not known; it is one of {', '.join(map(repr, BESIDE))}")
-    if not BESIDE[beside]:
-        return math.inf if state_bytes else 0.0
-    return stream_seconds(state_bytes, hardware) * hardware.flops / (BESIDE[beside] * flops_per_token)
+        flops_per_token: of one token, forward and backward."""
+    return stream_seconds(state_bytes, hardware) * hardware.flops / (BACKWARD_SHARE * flops_per_token)

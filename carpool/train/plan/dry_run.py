@@ -113,7 +113,7 @@ def _needed(plan: Plan) -> tuple[list[str], list[str]]:
         lines.append(f"host memory of one rank: {_mib(host)}")
     streams = "host" in plan.config.training.ablest_optimizer().places
     if cuda and streams and (state := plan.estimate.trained * state_bytes(plan.config)):
-        tokens = break_even_tokens(state, plan.flops_per_token, plan.machine.hardware, "in the backward")
+        tokens = break_even_tokens(state, plan.flops_per_token, plan.machine.hardware)
         lines.append(
             f"optimizer state of {state / 1e9:,.1f} GB in host memory would cost no time from {tokens:,.0f} tokens of "
             "a rank and step, if parameters are updated in the backward (modelled)"
