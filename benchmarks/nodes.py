@@ -48,14 +48,13 @@ from carpool.bench.transport.ride_check import Case, check, forward_and_backward
 from carpool.layout import ExpertLayout
 from carpool.layout.topology import Topology
 from carpool.metrics.counters import Traffic
-from carpool.metrics.host import timed
+from carpool.metrics.host import device_name, timed
 from carpool.placement.objective import served_by
 from carpool.placement.solvers import solve
 from carpool.placement.trace import Trace
 from carpool.planner.machine.cost import CostModel
 from carpool.planner.machine.hardware import Hardware, find_hardware, hardware_of
 from carpool.routing import Routing
-from carpool.train.launch.machine import device_name
 from carpool.transport import (
     TRANSPORTS,
     HierarchicalOptions,

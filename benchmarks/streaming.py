@@ -28,12 +28,11 @@ from torch import nn
 
 from benchmarks.script import make_parser, show, write_results
 from carpool.bench.timing import in_turns
-from carpool.metrics.host import timed
+from carpool.metrics.host import device_name, timed
 from carpool.optim import AdamW
 from carpool.optim.in_backward import ConsumedGradients
 from carpool.planner.machine.hardware import hardware_of
 from carpool.planner.step.lengths import break_even_tokens
-from carpool.train.launch.machine import device_name
 
 WAYS = ("device", "consumed", "after")
 WARMUP = 2

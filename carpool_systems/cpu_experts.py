@@ -29,9 +29,8 @@ from carpool.experts.reference import expert_rows
 from carpool.hf.seam.expert_rides import ExpertRides, required_rides
 from carpool.hf.seam.experts_module import weight_names
 from carpool.memory.next_experts import Counts
-from carpool.metrics.host import synchronize
+from carpool.metrics.host import device_name, synchronize
 from carpool.planner.decisions.chosen import Chosen, Decisions, Kind
-from carpool.train.launch.machine import device_name
 from carpool_systems.few_on_host import FewOnHost
 from carpool_systems.predictors import Popularity
 

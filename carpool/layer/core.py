@@ -24,6 +24,7 @@ from carpool.experts.base import NUM_BASE, NUM_TRAINED
 from carpool.experts.slices import weights_of_slices
 from carpool.layout import ExpertLayout, assign
 from carpool.metrics.counters import LayerStats, add_once, new_counter
+from carpool.metrics.host import device_name
 from carpool.planner.machine.cost import GEMM_PASSES, RIDES, slot_costs
 from carpool.planner.machine.hardware import hardware_of
 from carpool.planner.transports import automatic_transport
@@ -297,7 +298,7 @@ class LayerCore:
                 hidden=hidden,
                 element_size=size,
                 tokens=most,
-                hardware=hardware_of(torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"),
+                hardware=hardware_of(device_name(device)),
                 limited=self.limit is not None,
             )
         else:
@@ -327,7 +328,7 @@ class LayerCore:
         asked, group = self.spare_options, self.group
         assert asked is not None and group is not None
         topology = topology_of(group)
-        hardware = hardware_of(torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu")
+        hardware = hardware_of(device_name(device))
 
         def price(weights: ExpertWeights) -> Costs:
             hidden = weights.up_SFH.shape[1 if self.function is not None and self.function.transposed else 2]

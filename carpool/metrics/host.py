@@ -85,6 +85,11 @@ def to_device(numbers: Any, device: torch.device) -> torch.Tensor:
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
+def device_name(device: torch.device) -> str:
+    """A GPU's own name, such as "NVIDIA H100 80GB HBM3"; of others their kind, such as "cpu"."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
 def environment(device: torch.device, world_size: int) -> dict[str, Any]:
     """Versions and devices as plain JSON values; what is not there is None."""
     cuda = device.type == "cuda"

@@ -23,11 +23,11 @@ from carpool.bench.hardware.measure_rates import measure_copies, measure_disk, m
 from carpool.bench.options import find_ranks
 from carpool.bench.result_files import print_table, terminal
 from carpool.layout.topology import Topology
-from carpool.metrics.host import environment
+from carpool.metrics.host import device_name, environment
 from carpool.parallel.ranks import gather
 from carpool.planner.machine.hardware import Hardware, LinkRate, Work, hardware_of
 from carpool.train.config import Config, load_config
-from carpool.train.launch.machine import device_name, find_machine, rank_device
+from carpool.train.launch.machine import find_machine, rank_device
 from carpool.train.launch.start import run
 
 

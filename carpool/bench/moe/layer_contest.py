@@ -46,6 +46,7 @@ from carpool.hf import CarpoolEP
 from carpool.hf.seam.expert_rides import buffers_of_rides, restart_arenas
 from carpool.kernels.capture import Recorder
 from carpool.metrics.counters import HostCounts
+from carpool.metrics.host import device_name
 from carpool.planner.machine.balanced_layer import ModelledLayer, model_layer
 from carpool.planner.machine.cost import CostModel
 from carpool.planner.machine.hardware import Hardware, find_hardware, hardware_of
@@ -128,7 +129,7 @@ def measure(settings: LayerSettings, device: torch.device, command: str) -> list
     """All cases. All ranks together."""
     cases = LayerBenchmark(settings, device).measure_all()
     if settings.slots:
-        hardware = hardware_of(torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu")
+        hardware = hardware_of(device_name(device))
         model_cases(settings, cases, hardware)
     return cases
 

@@ -39,12 +39,11 @@ from carpool.hf.seam.expert_rides import ExpertRides, capacities_of_rides
 from carpool.hf.seam.experts_module import base_of, weight_names
 from carpool.layout import assign
 from carpool.metrics.counters import LayerStats
-from carpool.metrics.host import timed
+from carpool.metrics.host import device_name, timed
 from carpool.planner.decisions.chosen import Chosen, Kind, fastest
 from carpool.ride.function import ride
 from carpool.ride.schedule import MAX_CHUNKS, SCHEDULES, Schedule, ScheduleKind
 from carpool.routing import Routing
-from carpool.train.launch.machine import device_name
 from carpool.train.plan.resolve import Plan
 from carpool.train.steps.capacity import grow_if_short
 from carpool.transport import TransportOptions

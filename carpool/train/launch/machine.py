@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from carpool.layout.topology import Topology
+from carpool.metrics.host import device_name
 from carpool.parallel.ranks import from_rank_0
 from carpool.parallel.world import find_world
 from carpool.planner.machine.hardware import HARDWARE, Hardware, find_hardware, hardware_of
@@ -93,11 +94,6 @@ def rank_device() -> torch.device:
     """The device of this rank, whose process group is there."""
     cuda = dist.get_backend() == "nccl"
     return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-
-
-def device_name(device: torch.device) -> str:
-    """A GPU's own name, such as "NVIDIA H100 80GB HBM3"; of others their kind, such as "cpu"."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def rank_memory(cuda: bool, ranks: int) -> int:

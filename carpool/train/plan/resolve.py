@@ -32,6 +32,7 @@ from carpool.kernels.packets import why_no_fp8
 from carpool.layout import ExpertLayout
 from carpool.layout.layouts import Layouts
 from carpool.memory import TIERS
+from carpool.metrics.host import device_name
 from carpool.parallel.context import Cut
 from carpool.parallel.degrees import Degrees
 from carpool.parallel.ranks import gather
@@ -43,7 +44,7 @@ from carpool.train.blueprint import Blueprint, attention_of, check_implementatio
 from carpool.train.config.schema import Config
 from carpool.train.data.formats import are_packed
 from carpool.train.extensions import extensions_in_use
-from carpool.train.launch.machine import Machine, device_name
+from carpool.train.launch.machine import Machine
 from carpool.train.lora import check_adapter, trained_of
 from carpool.train.plan.auto_plan import Planned, choose_plan, with_settings
 from carpool.train.plan.compile_and_capture import COMPILE_KIND, choose_compile, with_compile

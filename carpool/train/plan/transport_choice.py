@@ -20,13 +20,14 @@ import torch
 
 from carpool.hf.seam.expert_rides import ExpertRides
 from carpool.layout.topology import Topology
+from carpool.metrics.host import device_name
 from carpool.parallel.degrees import Degrees
 from carpool.parallel.ranks import gather
 from carpool.planner.decisions.chosen import Chosen, Kind
 from carpool.planner.transports import automatic_transport, foreseen_unfit
 from carpool.train.blueprint import Blueprint
 from carpool.train.config.schema import Config
-from carpool.train.launch.machine import Machine, device_name
+from carpool.train.launch.machine import Machine
 from carpool.transport import (
     HierarchicalOptions,
     Transport,
