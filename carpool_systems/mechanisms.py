@@ -25,7 +25,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from carpool.activations.offload import Offloader
 from carpool.activations.whole_layers import SavedRides
 from carpool.experts import EXPERTS
-from carpool.experts.gemm.grouped import GroupedExperts, GroupedProducts
+from carpool.experts.gemm.grouped import GroupedExperts
+from carpool.experts.gemm.grouped_products import GroupedProducts
 from carpool.experts.host_experts import HostExperts
 from carpool.layout import ExpertLayout
 from carpool.memory.expert_cache import ExpertCache

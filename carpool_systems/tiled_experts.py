@@ -29,7 +29,8 @@ import torch
 from carpool.activations import Arena, Arrivals, HiddenStates, Ready
 from carpool.experts.base import Activation, Experts, ExpertWeights
 from carpool.experts.gemm.choices import LIBRARY, Choices, default_choices
-from carpool.experts.gemm.grouped import GroupedExperts, GroupedProducts, has_kernels
+from carpool.experts.gemm.grouped import GroupedExperts
+from carpool.experts.gemm.grouped_products import GroupedProducts, has_kernels
 from carpool.experts.pairs import Pairs, count_pairs, slot_sums, sort_pairs
 
 FUSED = "flat"  # the way of a stage that has to be fused, where one was chosen that cannot be used

@@ -140,7 +140,7 @@ def test_no_matrix_outlives_its_product(monkeypatch: pytest.MonkeyPatch) -> None
         made.append(tuple(code.shape))
         return dequantise(code, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("carpool.experts.gemm.grouped.dequantise", counted)
+    monkeypatch.setattr("carpool.experts.gemm.grouped_products.dequantise", counted)
     ours, _ = problem("nf4", False, torch.float32)
     ours.run(make_experts("grouped", ours.function), False, all_rows=True)
     up, down = (tuple(code.shape) for code in (ours.weights.up_code, ours.weights.down_code) if code is not None)

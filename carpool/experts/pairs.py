@@ -1,4 +1,4 @@
-"""Operations of experts on (token, slot) pairs other than matrix products.
+"""Operations of experts on (token, slot) pairs: sorting, gathering, activations, sums, and products of the library.
 
 A pair is an entry of slot_RJ that is not -1: an arrived token and one of the slots that it chose. Sorted by slot,
 
@@ -11,9 +11,10 @@ the pairs of a slot are contiguous, as grouped products need them, and sums over
 the order of columns.
 
 Only the device may know the number of pairs. Then P is a bound, values past offsets_S[-1] are undefined and must not be
-read, and the work must not be proportional to P. So every function here has two implementations: on CUDA a kernel that
+read, and the work must not be proportional to P. So functions here have two implementations: on CUDA a kernel that
 reads the count from device memory; elsewhere plain PyTorch, which defines the result, and needs an exact P, because on
-a CPU the host can count (`count_pairs`).
+a CPU the host can count (`count_pairs`). `grouped_mm` and `grouped_outer` are PyTorch's products; those that are fused
+with other operations are in `gemm/grouped_products.py`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from carpool.activations import Arena, HiddenStates
 from carpool.experts.base import Activation, ActivationFunction
@@ -211,3 +213,57 @@ def slot_sums(values_PF: torch.Tensor, pairs: Pairs, weight_RJ: torch.Tensor | N
         return pair_kernels.slot_sums(values_PF, pairs.order_P, pairs.offsets_S, weight_RJ)
     weight_P = None if weight_RJ is None else weight_RJ.reshape(-1)[pairs.order_P]
     return ordered_sum(values_PF, pairs.slot_P, pairs.offsets_S.shape[0], weight_P).to(values_PF.dtype)
+
+
+def grouped_mm(x_PI: torch.Tensor, weight_SIO: torch.Tensor, offsets_S: torch.Tensor) -> torch.Tensor:
+    """(P, I) rows grouped by slot times (S, I, O): (P, O), every row a product with its slot's matrix. Rows past the
+    last offset are garbage, in and out. On CUDA the host waits for the device unless `_takes` these."""
+    if _takes(x_PI, weight_SIO.shape[2], offsets_S):
+        return F.grouped_mm(x_PI.contiguous(), weight_SIO, offs=offsets_S)
+    out = x_PI.new_empty(x_PI.shape[0], weight_SIO.shape[2])
+    if out.shape[0] == 0:
+        return out
+    for slot, (start, end) in enumerate(_ranges(offsets_S)):
+        torch.mm(x_PI[start:end], weight_SIO[slot], out=out[start:end])
+    return out
+
+
+def grouped_outer(a_PM: torch.Tensor, b_PN: torch.Tensor, offsets_S: torch.Tensor) -> torch.Tensor:
+    """For each slot the product a^T b over its rows: (S, M, N); zero for a slot without rows. As `grouped_mm`."""
+    if _takes(a_PM, b_PN.shape[1], offsets_S):
+        return F.grouped_mm(a_PM.contiguous().t(), b_PN.contiguous(), offs=offsets_S)
+    out = a_PM.new_zeros(offsets_S.shape[0], a_PM.shape[1], b_PN.shape[1])
+    if a_PM.shape[0] == 0:
+        return out
+    for slot, (start, end) in enumerate(_ranges(offsets_S)):
+        torch.mm(a_PM[start:end].t(), b_PN[start:end], out=out[slot])
+    return out
+
+
+def _takes(rows: torch.Tensor, width: int, offsets_S: torch.Tensor) -> bool:
+    """Whether `F.grouped_mm` takes these: its dtypes, rows aligned to 16 bytes on both sides, and some work (on CUDA
+    it divides by the number of groups and of rows)."""
+    dtypes = (torch.bfloat16,) if rows.is_cuda else (torch.bfloat16, torch.float16, torch.float32)
+    size = rows.element_size()
+    aligned = rows.shape[1] * size % 16 == 0 and width * size % 16 == 0
+    return rows.dtype in dtypes and aligned and rows.shape[0] > 0 and offsets_S.shape[0] > 0
+
+
+def _ranges(offsets_S: torch.Tensor) -> list[tuple[int, int]]:
+    ends = offsets_S.tolist() if offsets_S.shape[0] else []  # the host waits here, on CUDA
+    return list(zip([0, *ends], ends, strict=False))
+
+
+def why_host_waits(experts: object, weights: torch.Tensor) -> str | None:
+    """Why the host waits for the device on CUDA while these experts compute, so that no CUDA graph can hold them; None:
+    it does not.
+
+    Args:
+        weights: one of their stacked matrices."""
+    if getattr(experts, "counts_on_host", False):
+        return f"experts {getattr(experts, 'name', None)!r} ask the host how many rows each of them has"
+    if weights.dtype != torch.bfloat16 or any(size % 8 for size in weights.shape[-2:]):
+        kind = str(weights.dtype).removeprefix("torch.")
+        sizes = " x ".join(map(str, weights.shape[-2:]))
+        return f"PyTorch's grouped product takes bfloat16 and multiples of 8, and experts are {sizes} in {kind}"
+    return None

@@ -52,7 +52,7 @@ def test_experts_compute_with_dequantised_matrices(
 ) -> None:
     """Bit by bit what they compute with these in memory, at once or some experts at a time, and the host does not
     wait."""
-    monkeypatch.setattr("carpool.experts.gemm.grouped.AT_ONCE", elements)
+    monkeypatch.setattr("carpool.experts.gemm.grouped_products.AT_ONCE", elements)
     activation = make_activation("silu", True)
     problem = ExpertProblem(
         "idle slots", 256, 128, activation, False, torch.bfloat16, transposed, ranks=(8, 16), frozen=True

@@ -17,7 +17,7 @@ import carpool.hf
 from carpool import ActivationPolicies
 from carpool.activations.host_memory import HostPool
 from carpool.activations.offload import Offloaded, Offloader
-from carpool.experts.gemm.grouped import GroupedProducts
+from carpool.experts.gemm.grouped_products import GroupedProducts
 from carpool.hf import install, offload_layers, rides, set_activation_policies
 from carpool.hf.build_model import build_model
 from carpool.hf.decoder_layers import (

@@ -55,14 +55,14 @@ def test_some_experts_at_a_time_are_the_same_bits(name: str, monkeypatch: pytest
     with kernels():
         whole = problem.run(experts, use_arena=True, all_rows=False)
         one = max(weight[0].numel() for weight in problem.weights[:2])
-        monkeypatch.setattr("carpool.experts.gemm.grouped.AT_ONCE", 2 * one)
+        monkeypatch.setattr("carpool.experts.gemm.grouped_products.AT_ONCE", 2 * one)
         made = []
 
         def counted(code: torch.Tensor, *rest: Any, **settings: Any) -> torch.Tensor:
             made.append(dequantise(code, *rest, **settings))
             return made[-1]
 
-        monkeypatch.setattr("carpool.experts.gemm.grouped.dequantise", counted)
+        monkeypatch.setattr("carpool.experts.gemm.grouped_products.dequantise", counted)
         parts = problem.run(experts, use_arena=True, all_rows=False)
     slots = len(problem.weights.up_SFH)
     assert slots % 2 and len(made) == 4 * -(-slots // 2) and max(t.numel() for t in made) <= 2 * one

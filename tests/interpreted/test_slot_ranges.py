@@ -18,7 +18,7 @@ import torch
 from carpool.experts import ExpertWeights, GroupedExperts
 from carpool.experts.gemm import grouped
 from carpool.experts.gemm.choices import Choices
-from carpool.experts.gemm.grouped import GroupedProducts
+from carpool.experts.gemm.grouped_products import GroupedProducts
 from carpool.experts.pairs import sort_pairs
 from carpool.experts.slot_ranges import RangeGradients, SlotRanges, stack, travelling
 from tests.experts_problem import ACTIVATIONS, ExpertProblem

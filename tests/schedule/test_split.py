@@ -20,7 +20,7 @@ from transformers.distributed import DistributedConfig
 import carpool
 import carpool.hf  # registers the layers
 from carpool.experts import ExpertFunction, ExpertWeights, GroupedExperts, make_activation
-from carpool.experts.gemm.grouped import GroupedProducts
+from carpool.experts.gemm.grouped_products import GroupedProducts
 from carpool.hf.build_model import build_model
 from carpool.hf.decoder_layers import recompute_layers
 from carpool.hf.weights.model_config import make_config

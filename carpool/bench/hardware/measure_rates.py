@@ -22,7 +22,7 @@ from torch import nn
 from carpool.bench.hardware.measure_links import Fit, fit, seconds_of
 from carpool.bench.timing import begin_together
 from carpool.experts import ExpertFunction, ExpertWeights, make_activation, make_experts
-from carpool.experts.gemm.grouped import grouped_mm
+from carpool.experts.pairs import grouped_mm
 from carpool.hf.documents import fastest_attention
 from carpool.metrics.counters import LayerStats
 from carpool.metrics.host import slowest

@@ -52,8 +52,7 @@ from carpool.experts.fp8.fp8_products import (
     quantise_weight,
     up_and_activate,
 )
-from carpool.experts.gemm.grouped import grouped_outer
-from carpool.experts.pairs import Pairs, count_pairs, slot_sums, sort_pairs, sum_pairs
+from carpool.experts.pairs import Pairs, count_pairs, grouped_outer, slot_sums, sort_pairs, sum_pairs
 
 
 class _Held(NamedTuple):

@@ -15,7 +15,7 @@ import torch
 from carpool.activations import Arena, HiddenStates
 from carpool.experts.base import Activation, ExpertFunction, ExpertWeights
 from carpool.experts.gemm.choices import LIBRARY, STAGES, WAYS, Choices
-from carpool.experts.gemm.grouped import GroupedProducts
+from carpool.experts.gemm.grouped_products import GroupedProducts
 from carpool.experts.pairs import gather_rows, sort_pairs
 
 DELAY_CYCLES = 1_000_000  # about half a millisecond

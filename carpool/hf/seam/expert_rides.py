@@ -25,7 +25,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from carpool.experts import ExpertWeights
-from carpool.experts.gemm.grouped import why_host_waits
+from carpool.experts.pairs import why_host_waits
 from carpool.hf.seam.experts_module import (
     base_of,
     check_not_quantised,
