@@ -25,7 +25,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from carpool.families import Logits, family_of_class
-from carpool.hf.multi_token import current_future_losses
+from carpool.hf.multi_token import FUTURE_LOSSES
 from carpool.hf.quantised_base import QuantisedLinear
 from carpool.hf.tensor_parallel import SequenceHead, of_whole_vocabulary, sequence_shard
 from carpool.kernels.cross_entropy import IGNORED, linear_cross_entropy
@@ -163,7 +163,7 @@ class _Head:
                 return asked.compute(x_TH, weight_VH, bias_V, target_T, asked.tokens_at_once, scale, softcap, layer)
 
         asked.loss = compute(hidden_BLH, asked.target_BL)
-        if (future := current_future_losses()) is not None:
+        if (future := FUTURE_LOSSES.get()) is not None:
             asked.loss = future.add_losses(asked.loss, hidden_BLH, compute)
         return asked.loss
 

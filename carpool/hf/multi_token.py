@@ -172,8 +172,9 @@ def unknown_weights(config: PreTrainedConfig, stored: Collection[str]) -> list[s
 # ---------------------------------------------------------------------------------------------------------------------
 # The loss of MTP layers, inside a model's forward.
 
-# One value per thread, because two halves of a micro-batch run in the model at a time (`carpool.ride.two_batch`).
-_CURRENT: ContextVar[FutureLosses | None] = ContextVar("future_losses", default=None)
+# Of the forward that runs in this thread; None: it has none. Two halves of a micro-batch run in the model at a time
+# (`carpool.ride.two_batch`).
+FUTURE_LOSSES: ContextVar[FutureLosses | None] = ContextVar("future_losses", default=None)
 
 
 class MultiTokenPredictor:
@@ -245,12 +246,12 @@ class FutureLosses:
         self._token: Token[FutureLosses | None] | None = None
 
     def __enter__(self) -> FutureLosses:
-        self._token = _CURRENT.set(self)
+        self._token = FUTURE_LOSSES.set(self)
         return self
 
     def __exit__(self, *_: object) -> None:
         assert self._token is not None
-        _CURRENT.reset(self._token)
+        FUTURE_LOSSES.reset(self._token)
 
     def add_losses(self, loss: torch.Tensor, hidden_BLH: torch.Tensor, cross_entropy: CrossEntropy) -> torch.Tensor:
         """Returns the model's loss, a sum over tokens, plus the weighted losses of all MTP layers. `hidden_BLH` is the
@@ -278,12 +279,7 @@ def _inside(batch: dict[str, torch.Tensor], k: int) -> torch.Tensor:
     return inside_BL
 
 
-def current_future_losses() -> FutureLosses | None:
-    """The MTP losses of the forward that runs in this thread; None if it has none."""
-    return _CURRENT.get()
-
-
 def _save_settings(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Forward pre-hook of the model's last layer: the MTP layers use its masks and positions."""
-    if (future := _CURRENT.get()) is not None:
+    if (future := FUTURE_LOSSES.get()) is not None:
         future.settings = copy.copy(kwargs)
