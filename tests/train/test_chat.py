@@ -120,6 +120,15 @@ PRINTS = TEMPLATE.replace("{{- '<|im_start|>' + message.role + '\\n' + message.c
                           "{{- '<|im_start|>' + message.role + '\\n' }}{{- message.content }}")  # fmt: skip
 
 
+@pytest.mark.parametrize("template", [TEMPLATE, PRINTS])
+def test_content_in_parts_is_never_learned_as_python_prints_it(template: str) -> None:
+    text = {"type": "text", "text": "Hi! "}
+    parts = {"role": "assistant", "content": [text, text]}
+    assert encode([USER, parts], template, turns="apart") == [["Hi! Hi! <|im_end|>\n"]]
+    with pytest.raises(ValueError, match=r"here: .*(takes texts, and would quote the content|TypeError)"):
+        encode([USER, parts | {"content": [text, {"type": "image", "image": "a.png"}]}], template)
+
+
 @pytest.mark.parametrize("nulls", ["null", "left out", "of a table"])
 @pytest.mark.parametrize("arguments", [{"x": 1}, '{"x": 1}'])
 def test_messages_that_call_tools_may_have_no_content(tmp_path: Path, nulls: str, arguments: Any) -> None:
@@ -240,6 +249,9 @@ def test_prompts_are_texts_or_messages(folder: Path, tmp_path: Path) -> None:
         ([GOOD, {"messages": [USER]}], {}, r"a\.jsonl, line 2: the conversation has no answer"),
         ([GOOD, {"messages": [USER, ONE | {"content": None}]}], {}, r"line 2: message 2 of 'messages' has no content"),
         ([{"messages": [{"role": "user"}, ONE]}], {}, r"line 1: message 1 of 'messages' has no content"),
+        ([{"messages": [{"role": "user", "text": "a"}, ONE]}], {}, "1 of 'messages' has no content: .* has role, text"),
+        ([{"conversations": [USER, {"from": "gpt", "train": True}]}], {}, "2 of 'conversations' has no content"),
+        ([{"messages": [USER | {"content": 5}, ONE]}], {}, "1 of 'messages' has int as its content: give it a text"),
         (
             '{"messages": [{"role": "user", "content": "\\ud83d"}, {"role": "assistant", "content": "a"}]}', {},
             r"a\.jsonl, line 1 has '\\ud83d', half of a surrogate pair: write the whole, or",

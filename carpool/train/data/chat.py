@@ -53,12 +53,14 @@ _ROLES = {
     "function_response": "tool", "tool": "tool",
 }  # fmt: skip
 _FLAGS = ("train", "weight")
+# What a message may have in place of content.
+_NO_CONTENT = ("tool_calls", "reasoning_content", "reasoning", "thinking")
 
 
 def with_fitting_calls(messages: Messages, write: Callable[[Messages], str], where: str) -> Messages:
-    """As `with_fitting_arguments`, and with an empty text as the content of messages that have none, if the template
-    would refuse them otherwise."""
-    filled = [{"content": "", **message} for message in messages]
+    """As `with_fitting_arguments`, and with a text as the content of messages that have none, or a list of texts, if
+    the template would refuse them otherwise."""
+    filled = [{**message, "content": _joined(message.get("content", ""))} for message in messages]
     if filled == messages:
         return with_fitting_arguments(messages, write, where)
     try:
@@ -67,6 +69,13 @@ def with_fitting_calls(messages: Messages, write: Callable[[Messages], str], whe
         return found
     except ValueError:
         return with_fitting_arguments(filled, write, where)
+
+
+def _joined(content: Any) -> Any:
+    """The text of a content that is a list of `{"type": "text", "text": ...}` alone; else the content."""
+    texts = [one.get("text") for one in content if isinstance(one, dict)] if isinstance(content, list) else []
+    whole = texts and len(texts) == len(content) and all(isinstance(text, str) for text in texts)
+    return "".join(texts) if whole else content
 
 
 def with_fitting_arguments(messages: Messages, write: Callable[[Messages], str], where: str) -> Messages:
@@ -154,8 +163,13 @@ def check_messages(messages: Any, field: str, where: str) -> Messages:
         if not isinstance(message.get("role"), str):
             raise ValueError(f"{where}: message {number} of {field!r} has no role, but {', '.join(message)}")
         told = {name: value for name, value in message.items() if value is not None}
-        if "content" not in told and not any(told[name] for name in told.keys() - {"role", "name"}):
-            raise ValueError(f"{where}: message {number} of {field!r} has no content: give it a text, or leave it out")
+        content = told.get("content", "" if any(told.get(name) for name in _NO_CONTENT) else None)
+        if not isinstance(content, str | list | dict):
+            what = "has no content" if content is None else f"has {type(content).__name__} as its content"
+            raise ValueError(
+                f"{where}: message {number} of {field!r} {what}: give it a text, or leave it out; it has "
+                f"{', '.join(told)}"
+            )
         found.append(told)
     return found
 
@@ -336,7 +350,14 @@ class Chat:
 
     def _write(self, messages: Messages, tools: list[Any] | None, where: str, prompt: bool = False) -> str:
         """What the template makes of these messages."""
-        return self._apply(messages, tools, where, add_generation_prompt=prompt, tokenize=False)  # type: ignore[no-any-return]
+        text: str = self._apply(messages, tools, where, add_generation_prompt=prompt, tokenize=False)
+        for content in (message.get("content") for message in messages):
+            if content and not isinstance(content, str) and str(content) in text:
+                raise ValueError(
+                    f"{where}: the chat template of {self._name} takes texts, and would quote the content "
+                    f"{str(content)[:60]!r}: give it a text"
+                )
+        return text
 
     def _apply(self, messages: Messages, tools: list[Any] | None, where: str, **how: Any) -> Any:
         import jinja2
