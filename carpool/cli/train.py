@@ -105,9 +105,8 @@ def train(
 
             agents = parse_agents(elastic)
             # A group that forms while a run goes on cannot begin another one.
-            training = resolved.config.training
-            training = training.model_copy(update={"resume_from_checkpoint": training.resume_from_checkpoint or "auto"})
-            resolved = replace(resolved, config=resolved.config.model_copy(update={"training": training}))
+            resume = resolved.config.training.resume_from_checkpoint or "auto"
+            resolved = replace(resolved, config=resolved.config.changed("training", resume_from_checkpoint=resume))
         settings = resolved.config
         require(TRAIN_PACKAGES)
         if compare is not None and (dry_run or show_examples):

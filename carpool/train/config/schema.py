@@ -85,6 +85,10 @@ class Config(Section):
         sections = {name: getattr(self, name) for name in type(self).model_fields}
         return {f"{name}.{key}": value for name, section in sections.items() for key, value in section}
 
+    def changed(self, section: str, **values: Any) -> Self:
+        """The same with other settings in a section, which are not checked."""
+        return self.model_copy(update={section: getattr(self, section).model_copy(update=values)})
+
     @property
     def micro_batch_shape(self) -> tuple[int, int]:
         """Sequences of a data-parallel rank, on the mean, and tokens of each."""

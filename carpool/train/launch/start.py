@@ -148,7 +148,7 @@ def agent_ranks(config: Config, elastic: tuple[int, int]) -> int:
         )
     ranks = full // most
     if cuda:
-        local_ranks(config.model_copy(update={"parallelism": section.model_copy(update={"num_ranks": ranks})}))
+        local_ranks(config.changed("parallelism", num_ranks=ranks))
     check_groups(config, full, fewest * ranks, ranks)
     return ranks
 

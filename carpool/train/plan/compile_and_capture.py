@@ -38,8 +38,7 @@ BYTES_PER_TOKEN = 4
 
 def with_compile(config: Config, on: bool) -> Config:
     """The configuration of a run whose layers are compiled, or are not."""
-    training = config.training.model_copy(update={"torch_compile": "on" if on else "off"})
-    return config.model_copy(update={"training": training})
+    return config.changed("training", torch_compile="on" if on else "off")
 
 
 def choose_compile(

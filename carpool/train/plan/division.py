@@ -228,8 +228,7 @@ def with_speeds(config: Config, device: torch.device, devices: list[str], decisi
 
     speeds = decisions.choose(SPEEDS_KIND, shape, decide, measure).answer
     equal = min(speeds) >= (1 - NOISE) * max(speeds)
-    section = config.parallelism.model_copy(update={"rank_speeds": None if equal else speeds})
-    return config.model_copy(update={"parallelism": section})
+    return config.changed("parallelism", rank_speeds=None if equal else speeds)
 
 
 def _measured(device: torch.device) -> Speeds:

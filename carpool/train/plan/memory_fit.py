@@ -106,24 +106,24 @@ def advise(plan: Plan) -> Iterator[Change]:
         yield from [_more_ranks(total)] if several else _shorter(plan, estimate)
 
 
-def _changes(config: Config, ranks: int) -> Iterator[tuple[str, Any, str]]:
-    """(as the user writes it, what makes it, its price)."""
+def _changes(config: Config, ranks: int) -> Iterator[tuple[str, Callable[[Config], Config], str]]:
+    """As `_change`, from the cheapest on."""
     training, memory = config.training, config.memory
     optimizer = training.ablest_optimizer()
     if training.loss_chunk_size is not None:
-        yield _one("training", "loss_chunk_size", None, "nothing")
+        yield _change("training", "nothing", loss_chunk_size=None)
     if config.model.stored_dtype == "float32":
         masters = "gradients, parameters and moments are rounded, without masters"
         if "low_bits" in optimizer.state_bytes("bfloat16", optimizer.moments[0]):
             masters = "gradients are rounded; masters stay float32"
-        yield _one("model", "dtype", "bfloat16", masters)
+        yield _change("model", masters, dtype="bfloat16")
     if training.optimizer_offload == "none":
         for moments in optimizer.moments[1:]:
             if training.optimizer_state_dtype in ("float32", "bfloat16") and moments != training.optimizer_state_dtype:
-                yield _one("training", "optimizer_state_dtype", moments, "lossy, no time")
+                yield _change("training", "lossy, no time", optimizer_state_dtype=moments)
     adapter, moe, stays = config.adapter, config.moe, config.placement.every is None
     if adapter.is_used and adapter.dtype == "float32" and "low_bits" in optimizer.state_bytes("bfloat16", "float32"):
-        yield _one("adapter", "dtype", "bfloat16", "gradients are rounded; masters stay float32")
+        yield _change("adapter", "gradients are rounded; masters stay float32", dtype="bfloat16")
     # Where micro-batches can be smaller, gradients of several are added.
     numbers = training.per_device_train_batch_size, training.gradient_accumulation_steps, config.parallelism.pp_size
     homes = stays and moe.in_order and not (adapter.is_used and ranks > 1)
@@ -132,40 +132,38 @@ def _changes(config: Config, ranks: int) -> Iterator[tuple[str, Any, str]]:
     price = "clipped by the norm of the step before" if training.max_grad_norm else "nothing"
     consumable = not training.optimizer_in_backward and optimizer.in_backward and homes
     if consumable and numbers == (1, 1, 1):
-        yield _several("training", consumed, price)
+        yield _change("training", price, **consumed)
     if adapter.is_used and moe.in_order and moe.experts != "fp8" and memory.experts == "device":
         for base in ("int8", "nf4"):
             if adapter.base_dtype is None or (adapter.base_dtype, base) == ("int8", "nf4"):
-                yield _one("adapter", "base_dtype", base, "lossy; weights are dequantised for each product")
+                yield _change("adapter", "lossy; weights are dequantised for each product", base_dtype=base)
     if memory.policies["expert_activations"] == "save" and config.moe.experts in ("auto", "grouped"):
-        yield _one("memory", "expert_activations", "recompute", "one of the experts' products again")
+        yield _change("memory", "one of the experts' products again", expert_activations="recompute")
     if memory.layer_activations != "recompute":
-        yield _one("memory", "layer_activations", "recompute", "attention and norms again")
+        yield _change("memory", "attention and norms again", layer_activations="recompute")
     size, steps = training.per_device_train_batch_size, training.gradient_accumulation_steps
     while size > 1 and not training.optimizer_in_backward:
         size, steps = -(-size // 2), steps * 2
-        yield (
-            f"training.per_device_train_batch_size={size} training.gradient_accumulation_steps={steps}",
-            _setter("training", per_device_train_batch_size=size, gradient_accumulation_steps=steps),
-            "smaller products",
-        )
+        sizes = {"per_device_train_batch_size": size, "gradient_accumulation_steps": steps}
+        yield _change("training", "smaller products", **sizes)
     if stays and "host" in optimizer.places and training.optimizer_offload == "none":
-        yield _one("training", "optimizer_offload", "host", "copies, hidden in steps of many tokens; host memory")
+        yield _change("training", "copies, hidden in steps of many tokens; host memory", optimizer_offload="host")
     if memory.moe_outputs != "recompute" and "offload" not in (memory.expert_inputs, memory.expert_activations):
-        yield _one("memory", "moe_outputs", "recompute", "rides and experts again")
+        yield _change("memory", "rides and experts again", moe_outputs="recompute")
     if not adapter.is_used:
         return
     if training.loss_chunk_size is None:
-        yield _one("training", "loss_chunk_size", 512, "smaller products of the loss")
+        yield _change("training", "smaller products of the loss", loss_chunk_size=512)
     if consumable and numbers[0] == 1 and numbers[1] > 1:
-        yield _several("training", {"gradient_accumulation_steps": 1, **consumed}, f"a step is one sequence; {price}")
+        yield _change("training", f"a step is one sequence; {price}", gradient_accumulation_steps=1, **consumed)
     if training.cuda_graphs != "off":
-        yield _one("training", "cuda_graphs", "off", "the host launches each kernel")
+        yield _change("training", "the host launches each kernel", cuda_graphs="off")
 
 
-def _several(section: str, values: dict[str, Any], price: str) -> tuple[str, Any, str]:
+def _change(section: str, price: str, **values: Any) -> tuple[str, Callable[[Config], Config], str]:
+    """(settings of a section as the user writes them, what makes them, their price)."""
     written = " ".join(f"{section}.{key}={str(value).lower()}" for key, value in values.items())
-    return written, _setter(section, **values), price
+    return written, lambda config: config.changed(section, **values), price
 
 
 def _total(plan: Plan, estimate: MemoryEstimate) -> int:
@@ -177,7 +175,7 @@ def _shorter(plan: Plan, estimate: MemoryEstimate) -> Iterator[Change]:
     length = estimate.length
     while length > 1024:
         length //= 2
-        smaller = estimate.changed(_setter("data", sequence_length=length)(estimate.config))
+        smaller = estimate.changed(estimate.config.changed("data", sequence_length=length))
         total = _total(plan, smaller)
         if total <= plan.memory:
             yield Change(f"data.sequence_length={length}", total, "longer texts are cut")
@@ -187,18 +185,6 @@ def _shorter(plan: Plan, estimate: MemoryEstimate) -> Iterator[Change]:
 
 def _more_ranks(total: int) -> Change:
     return Change("parallelism.num_ranks=...", total, "more GPUs, or a smaller model")
-
-
-def _one(section: str, key: str, value: Any, price: str) -> tuple[str, Any, str]:
-    shown = "none" if value is None else str(value).lower()
-    return f"{section}.{key}={shown}", _setter(section, **{key: value}), price
-
-
-def _setter(section: str, **values: Any) -> Any:
-    def changed(config: Config) -> Config:
-        return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
-
-    return changed
 
 
 # Milliseconds by item and policy, of a micro-batch of all layers of the run.
@@ -281,11 +267,11 @@ def _fitting(
     def preferred(policies: Policies) -> bool:
         if config.training.cuda_graphs != "on":
             return True
-        one = estimate.changed(with_policies(config, policies)).candidate(transport, data_parallel)
+        one = estimate.changed(config.changed("memory", **policies)).candidate(transport, data_parallel)
         return (one.eager or one.why_eager_by_plan) is None
 
     def total(policies: Policies) -> int:
-        return estimate.changed(with_policies(config, policies))(transport, data_parallel)["total"]
+        return estimate.changed(config.changed("memory", **policies))(transport, data_parallel)["total"]
 
     return choose_policies(budget, open_items(config), total, milliseconds, how, preferred)
 
@@ -311,8 +297,3 @@ def _modelled(
 def _assumed_data_parallel(config: Config) -> str:
     """The layout of non-expert parameters that is assumed while it is not decided."""
     return "zero1" if config.parallelism.data_parallel == "zero1" else "fsdp"
-
-
-def with_policies(config: Config, policies: Policies) -> Config:
-    """The configuration of a run under these policies."""
-    return config.model_copy(update={"memory": config.memory.model_copy(update=policies)})

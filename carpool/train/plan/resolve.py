@@ -59,7 +59,7 @@ from carpool.train.plan.division import (
     with_speeds,
 )
 from carpool.train.plan.estimate import Memory, MemoryEstimate
-from carpool.train.plan.memory_fit import Times, choose_memory, with_policies
+from carpool.train.plan.memory_fit import Times, choose_memory
 from carpool.train.plan.transport_choice import computed_dtype, expected_transport
 
 
@@ -108,8 +108,7 @@ class Plan:
         """The settings as files have them: compilation that was left to the run stays so, for another machine."""
         if self.compiled.how == "given":
             return self.config
-        training = self.config.training.model_copy(update={"torch_compile": "auto"})
-        return self.config.model_copy(update={"training": training})
+        return self.config.changed("training", torch_compile="auto")
 
     @property
     def bf16(self) -> bool:
@@ -256,7 +255,7 @@ def resolve(
     policies = choose_memory(estimate, transport.answer, machine.hardware, decisions, measure, per_node)
     if (budget := config.memory.budget_bytes) is not None:
         # All that follows reads one configuration.
-        config, memory = with_policies(config, policies.answer), min(memory, budget)
+        config, memory = config.changed("memory", **policies.answer), min(memory, budget)
         estimate = estimate.changed(config)
     if machine.here:
         check_host_and_disk(config, machine, estimate.host_bytes(transport.answer), estimate.disk_bytes())

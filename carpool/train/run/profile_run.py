@@ -120,7 +120,7 @@ def _as_profiled(config: Config, folder: Path, recorded: Path) -> Config:
         # A run that has ended may be profiled, too.
         length = "max_steps" if training.max_steps is not None else "num_train_epochs"
         changed[length] = getattr(training, length) + 1
-    return config.model_copy(update={"training": training.model_copy(update=changed)})
+    return config.changed("training", **changed)
 
 
 def _record(run: Run, steps: int, recorded: Path) -> tuple[RankNumbers, float | None]:
