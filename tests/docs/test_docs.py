@@ -78,7 +78,7 @@ def test_settings_exist(path: Path) -> None:
     sections = "|".join(sorted({name.split(".")[0] for name in known}))
     for fence in re.findall(r"```bash\n(.*?)```|`([^`\n]+)`", path.read_text(), flags=re.DOTALL):
         for key in re.findall(rf"(?<![\w./-])((?:{sections})\.[a-z][\w.]*)(?![\w(/])", " ".join(fence)):
-            fits = key in known or key.startswith("model.config.")
+            fits = key in known or key.startswith(("model.config.", "data.sources."))
             is_file = re.search(r"\.(json|toml|md|py|npz|html)$", key) is not None
             is_code = key.startswith(("model.", "moe.")) and f"`{key}(" in path.read_text()
             assert fits or is_file or is_code or key in ("moe.aux_loss", "moe.routing"), f"{path.name} names {key}"
