@@ -52,6 +52,7 @@ def test_best_fit_puts_each_piece_somewhere(size: int) -> None:
     assert max(sums) <= size and len(found) <= max(1.03 * lengths.sum() / size + 1, (lengths > size / 2).sum() + 2)
     assert best_fit(np.array([5, 9, 3, 2, 4]), 9) == [[1], [0, 4], [2, 3]]
     assert best_fit(lengths, size) == found
+    assert best_fit(np.array([5, 9]), 10**15) == [[1, 0]]
 
 
 def test_pieces_of_examples_that_are_too_long() -> None:

@@ -27,6 +27,7 @@ command line it is written as the word "none".
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any, Self
@@ -117,6 +118,11 @@ class Config(Section):
     @model_validator(mode="after")
     def _goes_together(self) -> Self:
         self.declared.check(self.flat())
+        if (tokens := math.prod(self.micro_batch_shape)) >= 2**31:
+            raise ValueError(
+                f"training.per_device_train_batch_size * data.sequence_length is {tokens:,} tokens of a rank at once: "
+                "lower one of them"
+            )
         if self.parallelism.pp_size > 1 and self.parallelism.plan is None:  # which chooses how many
             micro_batches = self.training.gradient_accumulation_steps
             check_micro_batches(self.parallelism.pp_schedule, self.parallelism.pp_size, micro_batches)

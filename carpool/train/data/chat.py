@@ -73,9 +73,10 @@ def with_fitting_calls(messages: Messages, write: Callable[[Messages], str], whe
 
 def _joined(content: Any) -> Any:
     """The text of a content that is a list of `{"type": "text", "text": ...}` alone; else the content."""
-    texts = [one.get("text") for one in content if isinstance(one, dict)] if isinstance(content, list) else []
-    whole = texts and len(texts) == len(content) and all(isinstance(text, str) for text in texts)
-    return "".join(texts) if whole else content
+    if not isinstance(content, list):
+        return content
+    texts = [one["text"] for one in content if isinstance(one, dict) and isinstance(one.get("text"), str)]
+    return "".join(texts) if len(texts) == len(content) else content
 
 
 def with_fitting_arguments(messages: Messages, write: Callable[[Messages], str], where: str) -> Messages:

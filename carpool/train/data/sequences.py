@@ -132,6 +132,7 @@ def _targets(learned: NDArray[np.bool_], start: NDArray[np.int64], sizes: NDArra
 def best_fit(lengths: NDArray[np.int64], size: int) -> list[list[int]]:
     """Which pieces, by number, are in which sequence of at most `size` tokens."""
     sequences: list[list[int]] = []
+    size = min(size, int(lengths.sum()))  # what follows takes memory in proportion
     # Open sequences by the room that is left in them, and bit r is set where there is one with room r.
     with_room: list[list[int]] = [[] for _ in range(size + 1)]
     rooms = 0
