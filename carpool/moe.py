@@ -183,8 +183,8 @@ class MoE(LayerModule):
             self.aux_loss = self.router.aux_loss
         else:
             self.aux_loss = x_TH.new_zeros(())
-        beside = None if self.shared is None else partial(self.shared, x_TH)
+        overlapped = None if self.shared is None else partial(self.shared, x_TH)
         y_TH, shared_TH = self.core(
-            x_TH, routing, self.home_weights(), training=self.training, replayed=replayed, beside=beside
+            x_TH, routing, self.home_weights(), training=self.training, replayed=replayed, overlapped=overlapped
         )
         return (y_TH if shared_TH is None else y_TH + shared_TH).view_as(x)

@@ -77,7 +77,7 @@ def compute_few_on_cpu(model: nn.Module, away: HostExperts, few: int) -> FewToke
     if isinstance(away.predictor, Popularity):
         away.predictor.few = few
     for number, own in enumerate(layers.values()):
-        own.set_experts_beside(partial(_with_few, away, stays, own, number))
+        own.wrap_experts(partial(_with_few, away, stays, own, number))
     return stays
 
 

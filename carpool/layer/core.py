@@ -81,7 +81,7 @@ class LayerCore:
         spare_options, spare: of spare slots, and those of the transport at hand; None: there are none.
         drops: drops choices between router and ride, LOSSY; None: none.
         dropped: the number of dropped choices since `reset_counts`: a scalar on the device; None before the first.
-        whole_rides: whether what `set_experts_beside` wraps needs all tokens that arrive at once.
+        whole_rides: whether what `wrap_experts` wraps needs all tokens that arrive at once.
         projections: of hidden states before dispatch, and of MoE outputs after combine; None: none. Transport and
             experts then have hidden states of the size in between.
         hooks: callbacks of the backwards of rides.
@@ -127,7 +127,7 @@ class LayerCore:
         self.whole_rides = False
         # Whether each of this rank's slices is the first one of its expert, where experts are sliced.
         self._first_S1 = torch.ones(0, 1, dtype=torch.bool)
-        self._beside: Callable[[Experts], Experts] | None = None
+        self._wrap: Callable[[Experts], Experts] | None = None
         self._computed_by: Experts | None = None
         self._waiting = WaitingRides()
         self.policies = SAVE_ALL
@@ -208,9 +208,9 @@ class LayerCore:
         elif name != "auto":
             raise ValueError(f"{self.name} runs its own forward: experts={name!r} cannot replace it")
 
-    def set_experts_beside(self, beside: Callable[[Experts], Experts]) -> None:
-        """Wrap the experts of further rides by `beside`, which may compute some of them elsewhere."""
-        self._beside, self._setup = beside, None
+    def wrap_experts(self, wrap: Callable[[Experts], Experts]) -> None:
+        """Wrap the experts of further rides by `wrap`, which may compute some of them elsewhere."""
+        self._wrap, self._setup = wrap, None
 
     def set_limit(self, options: LimitOptions | None) -> list[str]:
         """Limit the routing to few ranks or nodes per token (LOSSY; carpool/routing/limit.py), or no longer.
@@ -353,8 +353,8 @@ class LayerCore:
         if self.spare is not None:
             order = BalancedOrder(order, self.spare)
         self._computed_by = experts = self.compute
-        if experts is not None and self._beside is not None:
-            experts = self._beside(experts)
+        if experts is not None and self._wrap is not None:
+            experts = self._wrap(experts)
         self._setup = RideSetup(
             transport, experts, self.stats, order, self.hooks, self.policies, self.offloader, self.deferred
         )
@@ -395,7 +395,7 @@ class LayerCore:
         *,
         training: bool,
         replayed: bool = False,
-        beside: Callable[[], Result] | None = None,
+        overlapped: Callable[[], Result] | None = None,
     ) -> tuple[torch.Tensor, Result | None]:
         """Compute the MoE output: the weighted sum of each token's experts.
 
@@ -405,11 +405,11 @@ class LayerCore:
             home: the parameters of this rank's homes; or the owner's forward.
             training: whether to count `load_E` and to drop at random, as in training.
             replayed: the routing is a recording, whose choices were dropped before.
-            beside: independent work, which is called after the first dispatch was launched. With the owner's forward it
-                is called afterwards.
+            overlapped: independent work, which is called after the first dispatch was launched. With the owner's
+                forward it is called afterwards.
 
         Returns:
-            y_TH, and the result of `beside`."""
+            y_TH, and the result of `overlapped`."""
         assert routing.weight_TK is not None
         if self.projections is not None:
             x_TH = self.projections[0](x_TH)
@@ -435,10 +435,10 @@ class LayerCore:
         ) -> tuple[torch.Tensor, Result | None]:
             if isinstance(home, ExpertWeights):
                 assert weights is not None
-                y_TH, made = ride(x_TH, routing, slot_TK, weights, setup, beside)
+                y_TH, made = ride(x_TH, routing, slot_TK, weights, setup, overlapped)
             else:
                 y_TH = ride_module(x_TH, routing, slot_TK, home, setup)
-                made = None if beside is None else beside()
+                made = None if overlapped is None else overlapped()
             self._waiting.add(y_TH)
             return y_TH, made
 

@@ -1,6 +1,6 @@
 """One exchange, called a ride: dispatch, experts, combine, forward and backward; and the order of its verbs.
 
-    y_TH, beside = ride(x_TH, routing, slot_TK, weights, setup)
+    y_TH, result = ride(x_TH, routing, slot_TK, weights, setup, overlapped)
 
 `function.py` is the node of autograd, `setup.py` has the components of a ride, `operator.py` the operator for
 `torch.compile`, `ride_module.py` the ride around a model's own experts. A schedule (`schedule.py`) never changes what

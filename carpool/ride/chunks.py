@@ -170,7 +170,7 @@ class ChunkedOrder:
             given: Any = weights
             if isinstance(weights, SlotRanges) and not getattr(experts, "computes_ranges", False):
                 given = weights.stacked()
-            with self._beside(transport):
+            with self._reserving(transport):
                 partial_RH = route.new_partial(x_TH.shape[1], x_TH.dtype, x_TH.device)
                 arena = arena_for("expert_activations", setup, backward)
                 saved = experts.forward(arrivals, given, partial_RH, arena, backward, *deferred)
@@ -186,9 +186,9 @@ class ChunkedOrder:
         spans.end()
         return y_TH.to(x_C[0].dtype), tuple(activations) if backward else None
 
-    def _beside(self, transport: Transport) -> AbstractContextManager[None]:
+    def _reserving(self, transport: Transport) -> AbstractContextManager[None]:
         """Context of the experts: reserves the multiprocessors that overlapped communication needs."""
-        return NOTHING_BESIDE if self.pieces == 1 else reserved(transport.processors)
+        return NOTHING_RESERVED if self.pieces == 1 else reserved(transport.processors)
 
     def backward(
         self,
@@ -232,7 +232,7 @@ class ChunkedOrder:
             given: Any = weights
             if isinstance(weights, SlotRanges) and not getattr(experts, "computes_ranges", False):
                 given = weights.stacked()
-            with self._beside(transport):
+            with self._reserving(transport):
                 dx_RH = route.new_partial(dy_TH.shape[1], dtype, dy_TH.device)
                 dweight_RJ, last = experts.backward(saved, x, given, dpartial, dx_RH, needs_dweights)
                 if again is not None and last is not None:
@@ -252,7 +252,7 @@ class ChunkedOrder:
 
 
 PLAIN = ChunkedOrder()
-NOTHING_BESIDE = nullcontext()
+NOTHING_RESERVED = nullcontext()
 
 
 def _last_gradients(last: Callable[[], Gradients], spans: RideSpans, piece: int, processors: int) -> Gradients:

@@ -3,11 +3,11 @@
 The node's inputs are the tokens, the routing weights and the expert weights, and its output is the MoE output. An
 `Order` implements its forward and backward: `chunks.py`, or one of `carpool.ride.schedule`.
 
-With independent work that overlaps the ride (`beside`, such as shared experts) there are two nodes, and autograd runs
-that work's backward between them:
+With independent work that overlaps the ride (`overlapped`, such as shared experts) there are two nodes, and autograd
+runs that work's backward between them:
 
-    forward    start: plan, launch dispatch    | beside |            dispatch arrives, experts, combine
-    backward   dispatch dy, experts' backward, launch combine        | beside's backward |    combine arrives
+    forward    start: plan, launch dispatch | overlapped | dispatch arrives, experts, combine
+    backward   dispatch dy, experts' backward, launch combine | overlapped's backward | combine arrives
 
 For `torch.compile` the ride is an operator with this forward and backward: `carpool.ride.operator`. A checkpointed
 layer may be recomputed without its rides: `carpool.activations.whole_layers`. `ride_module.py` is for expert modules
@@ -46,7 +46,7 @@ def ride(
     slot_TK: torch.Tensor,
     weights: ExpertWeights,
     setup: RideSetup,
-    beside: Callable[[], Result] | None = None,
+    overlapped: Callable[[], Result] | None = None,
 ) -> tuple[torch.Tensor, Result | None]:
     """Dispatch tokens to their slots, compute the experts, and combine their outputs.
 
@@ -57,12 +57,12 @@ def ride(
         slot_TK: (T, K) int32 global slot ids, -1: none (from `assign`, so K times as many as slices of an expert).
         weights: of this rank's slots.
         setup: transport, experts, counters, order and hooks.
-        beside: independent work, which is called after the first dispatch was launched. Under `torch.compile` it is
+        overlapped: independent work, which is called after the first dispatch was launched. Under `torch.compile` it is
             called before the ride, and the compiler orders it.
 
     Returns:
         y_TH: (T, H), in the dtype that was sent. Differentiable in x, the routing's weights and those of the slots.
-        The result of `beside`; None without it.
+        The result of `overlapped`; None without it.
 
     Raises:
         ValueError: the order cannot be used with these experts or weights.
@@ -73,7 +73,7 @@ def ride(
         raise ValueError(f"experts={getattr(setup.experts, 'name', None)!r} cannot compute {what}: use 'grouped'")
     if setup.deferred is not None and torch.compiler.is_compiling():
         # An operator defers no gradients.
-        return _uncompiled(x_TH, routing, slot_TK, weights, setup, beside)
+        return _uncompiled(x_TH, routing, slot_TK, weights, setup, overlapped)
     expert_TK, weight_TK = routing.expert_TK, routing.weight_TK
     assert weight_TK is not None
     slices = slot_TK.shape[1] // max(1, expert_TK.shape[1])
@@ -92,12 +92,12 @@ def ride(
         weights = weights.to(dtype)
         if setup.deferred is not None and not compiling and (x_TH.requires_grad or weight_TK.requires_grad):
             deferred, weights = weights, ExpertWeights._make(None if w is None else w.detach() for w in weights)
-        if beside is not None and not compiling and not taken_before():
+        if overlapped is not None and not compiling and not taken_before():
             trip = _Trip()
             x_TH, weight_TK = _Start.apply(x_TH, weight_TK, slot_TK, weights, trip, setup)
             trip.apart = x_TH.requires_grad or weight_TK.requires_grad
-    if beside is not None:
-        result = beside()
+    if overlapped is not None:
+        result = overlapped()
     with torch.autocast(device, enabled=False):
         backward = torch.is_grad_enabled() and (
             x_TH.requires_grad or weight_TK.requires_grad or any(w is not None and w.requires_grad for w in weights)

@@ -203,8 +203,8 @@ def _lend(tensor: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> torch.Tenso
     for number, given in enumerate(inputs):
         if tensor.numel() and tensor.untyped_storage().data_ptr() == given.untyped_storage().data_ptr():
             layout, theirs = ((t.dtype, t.shape[1:], t.stride()) for t in (tensor, given))
-            start, beside = divmod(int(tensor.storage_offset() - given.storage_offset()), max(1, given.stride(0)))
-            rows = layout == theirs and beside == 0 and 0 <= start <= given.shape[0] - tensor.shape[0]
+            start, offset = divmod(int(tensor.storage_offset() - given.storage_offset()), max(1, given.stride(0)))
+            rows = layout == theirs and offset == 0 and 0 <= start <= given.shape[0] - tensor.shape[0]
             return _Lent(number, start, tensor.shape[0]) if rows else tensor.clone()
     return tensor
 

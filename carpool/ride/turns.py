@@ -138,11 +138,11 @@ class TwoThreads:
             The error of the one that failed first; the other one is then abandoned."""
         inherit = _thread_state(turns.device)
 
-        def beside() -> Second:
+        def in_thread() -> Second:
             with inherit():
                 return _run(Half(turns, 1), second)
 
-        other = self._thread.submit(copy_context().run, beside)
+        other = self._thread.submit(copy_context().run, in_thread)
         try:
             result = _run(Half(turns, 0), first)
         except AbandonedError:

@@ -12,7 +12,7 @@ import carpool
 import carpool.hf
 from carpool.families import Family, family_of_class
 from carpool.hf.seam.find_modules import experts_modules
-from carpool.hf.seam.shared import compute_shared_beside, shared_experts
+from carpool.hf.seam.shared import overlap_shared_experts, shared_experts
 from carpool.ride.schedule import Schedule
 from carpool.ride.two_batch import TwoBatch
 from carpool.transport import Pending
@@ -46,9 +46,9 @@ def test_answers_are_those_of_shared_experts_after_the_ride(path: str, folder: s
         keep = {"context_fn": carpool.keep_rides} if how == "rides kept" else {}
         model.activation_checkpointing_enable({"use_reentrant": how == "with reentry", **keep})
     loss, gradients = _answer(model)
-    assert bool(compute_shared_beside(model, True)) == (folder != "qwen2_moe")
+    assert bool(overlap_shared_experts(model, True)) == (folder != "qwen2_moe")
     beside, ours = _answer(model)
-    compute_shared_beside(model, False)
+    overlap_shared_experts(model, False)
     again, after = _answer(model)
     assert torch.equal(beside, loss) and torch.equal(again, loss)
     for name, gradient in gradients.items():

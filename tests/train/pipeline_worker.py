@@ -19,7 +19,7 @@ from carpool.hf.decoder_layers import compile_layers, offload_layers, recompute_
 from carpool.hf.pipeline_stages import cut_model, layer_number
 from carpool.hf.routing.router_balance import find_routers
 from carpool.hf.seam.implementation import set_schedule
-from carpool.hf.seam.shared import compute_shared_beside
+from carpool.hf.seam.shared import overlap_shared_experts
 from carpool.hf.sharding import keep_experts, replicate_dense
 from carpool.parallel import fsdp
 from carpool.parallel.degrees import Degrees
@@ -99,7 +99,7 @@ def objective_of(
     if paired:
         settings["two_batch"] = True
         set_schedule(model, Schedule("two-batch"))
-        compute_shared_beside(model, shared_beside)
+        overlap_shared_experts(model, shared_beside)
     if compiled:
         compile_layers(model, compiled)
     if offload:

@@ -160,9 +160,9 @@ class ExpertRides(LayerCore):
             routing = self.replay.before_ride(routing)
         elif self.router_limit is not None:
             routing = self.router_limit.before_ride(routing)
-        beside = None if self.shared is None else partial(self.shared.compute, x_TH)
+        overlapped = None if self.shared is None else partial(self.shared.compute, x_TH)
         settings = {"training": self.experts.training, "replayed": self.replay is not None}
-        y_TH, computed = self(x_TH, routing, self._home(), beside=beside, **settings)
+        y_TH, computed = self(x_TH, routing, self._home(), overlapped=overlapped, **settings)
         if self.shared is not None:
             self.shared.offer(computed)
         return y_TH

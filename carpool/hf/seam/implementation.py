@@ -21,7 +21,7 @@ from transformers.distributed.expert_parallel import EPImplementation, EPImpleme
 from carpool.activations import ActivationPolicies, Offloader
 from carpool.experts import Choices
 from carpool.hf.seam.expert_rides import ExpertRides, Forward, required_rides, rides
-from carpool.hf.seam.shared import compute_shared_beside
+from carpool.hf.seam.shared import overlap_shared_experts
 from carpool.parallel.sequence import gather_tokens, own_tokens, split_tokens
 from carpool.ride.balanced import SpareSlotOptions
 from carpool.ride.schedule import Schedule
@@ -152,4 +152,4 @@ def set_schedule(model: nn.Module, schedule: Schedule) -> None:
     with any schedule but "none" they compute beside the ride. On all ranks, between steps."""
     for own in required_rides(model).values():
         own.set_schedule(schedule)
-    compute_shared_beside(model, schedule.name != "none")
+    overlap_shared_experts(model, schedule.name != "none")

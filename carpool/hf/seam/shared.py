@@ -115,8 +115,8 @@ def shared_experts(block: nn.Module) -> nn.Module | None:
     return None if isinstance(module, FSDPModule) or "forward" in vars(module) else module
 
 
-def compute_shared_beside(model: nn.Module, on: bool) -> list[str]:
-    """Let shared experts compute beside the rides of the model's layers, or no longer.
+def overlap_shared_experts(model: nn.Module, on: bool) -> list[str]:
+    """Let shared experts overlap the rides of the model's layers, or no longer.
 
     Returns:
         The names of the layers (as of `carpool.hf.rides`) in which they do."""

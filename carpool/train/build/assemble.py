@@ -41,7 +41,7 @@ from carpool.hf.routing.router_limits import drop_choices, limit_routing, route_
 from carpool.hf.seam.expert_rides import ExpertRides
 from carpool.hf.seam.find_modules import experts_modules, freeze_experts, freeze_non_experts, name_layers
 from carpool.hf.seam.moved_experts import check_layouts, set_layout
-from carpool.hf.seam.shared import compute_shared_beside
+from carpool.hf.seam.shared import overlap_shared_experts
 from carpool.hf.sharding import keep_experts, replicate_dense
 from carpool.hf.step_graphs import StepGraphs
 from carpool.hf.weights.stored_experts import StoredExperts
@@ -347,7 +347,7 @@ def _set_rides(
     if kernels is not None:
         set_experts(model, moe.experts, choices=kernels.answer, **moe.expert_options)
     schedule = choose_schedule(plan, layers)
-    compute_shared_beside(model, schedule.answer.name != "none")
+    overlap_shared_experts(model, schedule.answer.name != "none")
     _make_buffers(plan, layers)
     if plan.candidate.compiled:
         compile_layers(model, config.training.torch_compile_backend)
