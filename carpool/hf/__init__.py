@@ -53,7 +53,7 @@ from carpool.hf.seam.implementation import (
     transport,
 )
 from carpool.hf.seam.moved_experts import set_layout
-from carpool.hf.trace_recorder import TraceRecorder
+from carpool.hf.trace_recorder import TraceRecorder  # imports tensor_parallel, which mends a style of transformers
 
 if TYPE_CHECKING:
     from carpool.hf.callback import CarpoolCallback

@@ -404,13 +404,13 @@ class _KeptSum(RowwiseParallel):
         return y if bias is None else y + (bias.to_local() if isinstance(bias, DTensor) else bias)
 
 
-ALL_PARALLEL_STYLES.register("carpool_summed_gradient", _SummedGradient())
+# In the place of transformers' own, also for models that are loaded without `build_model`.
+ALL_PARALLEL_STYLES.register("replicated_with_grad_allreduce", _SummedGradient())
 ALL_PARALLEL_STYLES.register("carpool_kept_sum", _KeptSum())
 
 
 def own_styles(plan: dict[str, str], experts: Iterable[str]) -> dict[str, str]:
-    """Rules in the place of those of a tensor-parallel plan that add gradients up wrongly, or that send again what a
-    layer's first forward sent. `experts`: rules of the expert-parallel plan, which go first."""
-    ours = {"replicated_with_grad_allreduce": "carpool_summed_gradient", "rowwise": "carpool_kept_sum"}
-    prefixes = tuple(experts)
-    return {rule: ours[style] for rule, style in plan.items() if style in ours and not rule.startswith(prefixes)}
+    """Rules in the place of those of a tensor-parallel plan that send again what a layer's first forward sent.
+    `experts`: rules of the expert-parallel plan, which go first."""
+    kept = (rule for rule, style in plan.items() if style == "rowwise" and not rule.startswith(tuple(experts)))
+    return dict.fromkeys(kept, "carpool_kept_sum")

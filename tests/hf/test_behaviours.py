@@ -193,6 +193,19 @@ def test_bf16_is_as_exact_as_without_carpool(path: str, folder: str, how: str) -
     assert 0 < ours <= 1.1 * theirs and theirs < 0.15 and dtype == their_dtype
 
 
+@on_ranks("two_ranks")
+def test_norms_of_heads_accumulate(path: str) -> None:
+    """Under tensor parallelism each rank has the gradient of its own heads: the sum of a second micro-batch leaves the
+    first one as it is."""
+    _save("qwen3_moe", path)
+    model, reference = _model("qwen3_moe", path, sizes={"fsdp_size": 1, "tp_size": 2}), _alone("qwen3_moe", path)
+    for half in (0, 1):
+        batch = {name: value.chunk(2)[half] for name, value in tiny_batch(reference).items()}
+        for one in (model, reference):
+            one(**batch).loss.backward()
+    assert _worst(model, reference) <= BOUND
+
+
 class Tokens(Dataset[dict[str, torch.Tensor]]):
     def __len__(self) -> int:
         return 64
