@@ -62,6 +62,16 @@ def reduce_in_float32(model: nn.Module) -> None:
         group.mp_policy = dataclasses.replace(group.mp_policy, reduce_dtype=torch.float32)
 
 
+def divide_once(module: nn.Module) -> None:
+    """Divide the gradients of a module by its factor also in float16 and float64 where one rank has all rows. FSDP does
+    so twice then: let it divide by the root. Inside of the module's forward, once."""
+    for group in groups_of(module):
+        policy, factor = group.mp_policy, group.gradient_divide_factor
+        dtype = policy.reduce_dtype or policy.param_dtype or group.fsdp_params[0].orig_dtype
+        if factor and group.mesh_info.shard_mesh_size == 1 and dtype not in (torch.float32, torch.bfloat16):
+            group.gradient_divide_factor = factor**0.5
+
+
 def sum_gradients(model: nn.Module) -> None:
     """Let FSDP sum gradients over ranks, instead of averaging them."""
     for module in model.modules():

@@ -108,6 +108,16 @@ def test_gradient_checkpointing_changes_nothing(path: str, folder: str) -> None:
             assert same, (how, name)
 
 
+@on_ranks("two_ranks")
+def test_gradients_in_float64_are_divided_once(path: str) -> None:
+    """Those of experts, which one rank has alone. FSDP does the same in float16."""
+    _save("olmoe", path)
+    reference = _alone("olmoe", path, dtype=torch.float64, experts_implementation="eager")
+    model = _model("olmoe", path, dtype=torch.float64)
+    for _ in range(2):
+        assert _train_both(model, reference, model) <= BOUND
+
+
 @pytest.mark.parametrize("experts_train", [False, True])
 @on_ranks("two_ranks")
 def test_frozen_experts_or_frozen_rest(path: str, experts_train: bool) -> None:

@@ -183,6 +183,7 @@ class ExpertRides(LayerCore):
     @torch._disable_dynamo
     def _check_adapters(self) -> None:
         check_adapters(self.experts)
+        fsdp.divide_once(self.experts)
         if self.token_slice[1] > 1:
             check_tensor_parallel_around(self.experts)
         self._adapters_checked = True
