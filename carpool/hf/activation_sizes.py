@@ -6,15 +6,19 @@ have shapes and storages but no bytes, and what autograd saves is added up, each
     Qwen3-30B-A3B, 2 x 4096 tokens, bfloat16        625 MiB a layer and the ride's tokens, in 0.5 s on a laptop
 
 Attention saves queries, keys, values, output and one number a token and head, as every fused kernel does; with a mask,
-each layer saves numbers of its own of it: (batch, 1, length, length). Routed experts save their input; what their ride
-saves depends on the transport, and the caller adds it (`carpool.planner.step.peak`).
+each layer saves numbers of its own of it: (batch, 1, length, length). Kernels of packages that Transformers calls where
+they are installed (flash-linear-attention, causal-conv1d, mamba-ssm) save their inputs and outputs; without a package,
+what PyTorch computes in its place is measured. Routed experts save their input; what their ride saves depends on the
+transport, and the caller adds it (`carpool.planner.step.peak`).
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,7 +28,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
+from transformers.integrations import hub_kernels
 
 from carpool.hf.context_parallel import ContextParallel
 from carpool.hf.documents import packed, packed_settings, unpacked
@@ -117,7 +123,7 @@ def measure_activations(
             settings |= context.settings(ids_BL, position_BL)
             whole, ids_BL = context.whole(length, position_BL), context.cut.part(ids_BL)
         enabled = torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None)
-        with saved_tensors_hooks(pack, _not_needed), _FusedAttention(), enabled, whole:
+        with saved_tensors_hooks(pack, _not_needed), _FusedAttention(), _kernels(model), enabled, whole:
             model.train()(input_ids=ids_BL, use_cache=False, **settings)
     bytes_of = [0] * (len(layers) + 1)
     for address, (storage, number) in kept.items():
@@ -154,6 +160,47 @@ class _FusedAttention(TorchFunctionMode):
         kept = (row_sums,) if mask is None else (row_sums, query.new_empty(mask.shape))
         out = _Saves.apply((batch, length, heads, value.shape[-1]), True, query, key, value, *kept)
         return out.transpose(1, 2)
+
+
+def optional_kernels(model: nn.Module) -> Iterator[tuple[Any, str, Callable[..., Any], str, bool]]:
+    """(module of Python, name, function in PyTorch, package, whether it is installed) of all that Transformers takes
+    from a package for classes of a model, or else computes in PyTorch."""
+    for namespace in {sys.modules[type(module).__module__] for module in model.modules()}:
+        for name, function in list(vars(namespace).items()):
+            code = getattr(function, "__code__", None)
+            if code is not None and code.co_filename == hub_kernels.__file__ and "torch_function" in code.co_freevars:
+                found = inspect.getclosurevars(function).nonlocals
+                yield namespace, name, found["torch_function"], found["package"], found["is_new_implementation"]
+
+
+def lacking_packages(model: nn.Module) -> list[str]:
+    """Those of which Transformers would take kernels for a model, by the names under which they are installed."""
+    names = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d", "mamba_ssm": "mamba-ssm"}
+    return sorted({names.get(package, package) for *_, package, there in optional_kernels(model) if not there})
+
+
+@contextmanager
+def _kernels(model: nn.Module) -> Iterator[None]:
+    """Kernels of packages, which fake tensors have no values for, keep their inputs and outputs."""
+    known: dict[Any, Any] = {}
+
+    def keeps(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)]
+        key = function, *(one.shape for one in tensors)
+        if key not in known:
+            takes = inspect.signature(function).parameters
+            with torch.no_grad():
+                known[key] = function(*args, **{name: one for name, one in kwargs.items() if name in takes})
+        return tree_map_only(torch.Tensor, lambda out: _Saves.apply(tuple(out.shape), True, *tensors), known[key])
+
+    replaced = [(*found[:3], vars(found[0])[found[1]]) for found in optional_kernels(model) if found[4]]
+    for namespace, name, function, _ in replaced:
+        setattr(namespace, name, partial(keeps, function))
+    try:
+        yield
+    finally:
+        for namespace, name, _, before in replaced:
+            setattr(namespace, name, before)
 
 
 def _experts(experts: nn.Module, adapters: bool, hidden_TH: torch.Tensor, *_: Any, **__: Any) -> Any:

@@ -37,6 +37,9 @@ class LayerShape:
         shared_width: F of the shared expert; 0: none.
         latent: elements of a token that latent attention normalises and saves.
         normed: elements of a token's queries and keys that have norms of their own.
+        float_norms: norms multiply by 1 + weight, in float32.
+        gated: elements of a token's attention output that a gate multiplies.
+        convolved, decays: of linear attention, elements of a token that a convolution mixes; that have a decay each.
         float_router: the router computes in float32.
         whole_scores: score matrices are computed whole and saved; attention is not fused.
         experts: whether it has routed ones.
@@ -54,6 +57,10 @@ class LayerShape:
     shared_width: int
     latent: int = 0
     normed: int = 0
+    float_norms: bool = False
+    gated: int = 0
+    convolved: int = 0
+    decays: int = 0
     float_router: bool = False
     whole_scores: bool = False
 
@@ -70,6 +77,12 @@ class LayerShape:
         """All but routed experts."""
         return sum(a * b for a, b in self.products) + self.others
 
+    def linear_bytes(self, element_size: int = 2) -> float:
+        """Those of linear attention by kernels such as flash-linear-attention's: what goes into its convolution and
+        comes out, decays in float32 from step to step, and its output, which has a norm and a gate in float32."""
+        of_output = (16 + 2 * element_size) * self.heads * self.value_size if self.kind == "linear" else 0
+        return 2 * element_size * self.convolved + 17 * self.decays + of_output
+
     def saved_bytes(self, hidden: int, length: int, element_size: int = 2, compiled: bool = False) -> float:
         """Bytes of a token that autograd saves for the backward, without those of its ride.
 
@@ -78,13 +91,20 @@ class LayerShape:
         input as it came, and compute the rest again.
         """
         e = element_size
-        norm = e if compiled else 4 + 2 * e
+        normed = e if compiled else 8 if self.float_norms else 4 + e
+        norm = normed if compiled else normed + e
         q, k, v = self.heads * self.qk_size, self.key_heads * self.qk_size, self.key_heads * self.value_size
-        saved = 2 * norm * hidden + e * (q + k + v + self.heads * self.value_size) + 4 * self.heads
+        saved = 2 * norm * hidden + 4 * self.heads
+        if self.kind == "linear":
+            saved += self.linear_bytes(e)
+        else:
+            saved += e * (q + k + v + self.heads * self.value_size + 2 * self.gated)
+        if (hidden, 1) in self.products:
+            saved += e * hidden  # what the gate of the shared expert multiplies
         if self.latent:
             # Keys are put together from two parts; values stay a part of a larger product.
             saved += norm * self.latent + e * self.key_heads * self.value_size
-        saved += (e if compiled else 4 + e) * self.normed
+        saved += normed * self.normed
         saved += 4 * e * (self.dense_width + self.shared_width)
         if self.experts and self.float_router:
             saved += 4 * hidden
@@ -300,6 +320,7 @@ class _Reader:
             dense_width=self.dense_width() if dense else 0,
             shared_width=shared,
             float_router=self.family.float_router,
+            float_norms=self.family.query_gate,  # families with the one have the other
             whole_scores=self.attention_is == "eager",
             **more,
         )
@@ -359,6 +380,7 @@ class _Reader:
             others, normed = others + q + k, q + k
         return products, others, {
             "heads": heads, "key_heads": key_heads, "qk_size": size, "value_size": size, "normed": normed,
+            "gated": q if self.family.query_gate else 0,
         }  # fmt: skip
 
     def linear(self) -> tuple[list[tuple[int, int]], int, dict[str, int]]:
@@ -371,11 +393,16 @@ class _Reader:
             products = [(hidden, width)] * 3 + [(hidden, size), (size, width)] * 2
             products += [(hidden, heads), (width, hidden)]
             others = 3 * width * taps + width + heads + size
-            return products, others, {"heads": heads, "key_heads": heads, "qk_size": size, "value_size": size}
+            return products, others, {
+                "heads": heads, "key_heads": heads, "qk_size": size, "value_size": size,
+                "convolved": 3 * width, "decays": width,
+            }  # fmt: skip
         # Gated DeltaNet.
         key, value = self.need("linear_key_head_dim"), self.need("linear_value_head_dim")
         key_heads, heads = self.need("linear_num_key_heads"), self.need("linear_num_value_heads")
         k, v, taps = key * key_heads, value * heads, self.get("linear_conv_kernel_dim", default=4)
         products = [(hidden, 2 * k + 2 * v), (hidden, 2 * heads), (v, hidden)]
         others = (2 * k + v) * taps + 2 * heads + value
-        return products, others, {"heads": heads, "key_heads": key_heads, "qk_size": key, "value_size": value}
+        return products, others, {
+            "heads": heads, "key_heads": key_heads, "qk_size": key, "value_size": value, "convolved": 2 * k + v,
+        }  # fmt: skip

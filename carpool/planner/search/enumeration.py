@@ -241,7 +241,8 @@ class Enumeration:
     def _compiles(self, pp: int) -> bool:
         """Whether layers are compiled, as far as settings allow it with so many stages."""
         asked = {"parallelism.pp_size": pp, "training.torch_compile": "on"}
-        return self.space.compiled and self.space.excluded(asked) is None
+        unrolled = any(layer.kind == "linear" for layer in self.problem.model.layers)
+        return self.space.compiled and not unrolled and self.space.excluded(asked) is None
 
     def variants(self, base: Candidate) -> Iterator[Candidate]:
         """Those of a base's degrees and micro-batch that fit."""

@@ -25,6 +25,9 @@ from carpool.planner.step.travel import Piece, Travel
 REDUCTIONS = "reductions"  # the stream of reductions, beside gathers
 # Bytes moved for each byte that a layer keeps, and the forward's share; of the loss, for each byte of logits.
 MOVED_COMPILED, MOVED_EAGER, FORWARD_SHARE, MOVED_BY_LOSS = 6.2, 30.0, 1 / 3, 5.8
+# The same of what linear attention keeps. Counted in the model's code, 52 bytes forward for 18 that a norm with a gate
+# keeps, and twice as many backward; not measured.
+MOVED_LINEAR = 9.0
 # Passes over score matrices in bfloat16 where attention is not fused, forward; twice as many backward.
 SCORE_PASSES = 21
 # Multiprocessors that communication takes from what computes beside it, as a share of its time.
@@ -90,8 +93,8 @@ class Lengths(Travel):
         per_byte = MOVED_COMPILED if self.candidate.layers_compiled else MOVED_EAGER
         share = 1 - FORWARD_SHARE if backward else FORWARD_SHARE
         # Score matrices that are not fused are counted with attention.
-        kept = layer.saved_bytes(self.shape.hidden, 0, self.element)
-        moved = per_byte * share * kept * self.tokens
+        kept, linear = layer.saved_bytes(self.shape.hidden, 0, self.element), layer.linear_bytes(self.element)
+        moved = (per_byte * (kept - linear) + MOVED_LINEAR * linear) * share * self.tokens
         kernels = 8 if self.candidate.layers_compiled else 60
         return self._kernel("norms", "elementwise", "elementwise", 0, moved, kernels)
 

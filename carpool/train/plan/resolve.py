@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from carpool.activations.host_memory import check_host_memory
+from carpool.hf.activation_sizes import lacking_packages
 from carpool.hf.architecture_changes import changes_of
 from carpool.hf.build_model import check_parallelism
 from carpool.hf.multi_token import untraced
@@ -179,6 +180,9 @@ class Plan:
         if machine.cuda or self.compiled.answer:
             compiled = "compiled" if self.compiled.answer else "not compiled"
             lines.append(f"decoder layers: {compiled}: {self.compiled.why}")
+        if machine.cuda and (lacking := lacking_packages(self.blueprint.model)):
+            packages = " and ".join(lacking)
+            lines.append(f"install {packages}: PyTorch takes longer and more memory for what they have kernels for")
         weight, why = self.balance_loss
         lines.append(f"balance loss: {f'weight {weight:g}' if weight else 'none'} ({why})")
         if (long := self.blueprint.why_long(config.data.sequence_length)) is not None:
