@@ -26,12 +26,12 @@ from benchmarks.runs import QWEN_TINY, TINY, config_of_run, make_runs_parser, me
 from carpool.bench.model.model_contenders import CarpoolContender, random_corpus
 from carpool.bench.result_files import print_table
 from carpool.metrics.host import slowest
+from carpool.train.checkpoints.memory_files import MemoryFiles
 from carpool.train.config import Config
 from carpool.train.launch.machine import rank_device
 from carpool.train.run.loop import Run, record
 from carpool_systems.expert_copies import Copies
 from carpool_systems.extensions import CopiesSection, ExpertCopies, Snapshots
-from carpool_systems.memory_files import MemoryFiles
 from carpool_systems.sparse_snapshots import SparseSnapshots
 
 _KEPT = ["parallelism.ranks_per_node=1", "snapshots.window=1"]

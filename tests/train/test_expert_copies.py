@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from carpool.train.checkpoints.checkpoint_files import read_state
-from carpool_systems.memory_files import MemoryFiles
+from carpool.train.checkpoints.memory_files import MemoryFiles
 from carpool_systems.rank_overlap import allocate, place, survival
 from tests.ranks import Ranks
 from tests.train.test_elastic import PATIENCE, RUN, agents

@@ -15,13 +15,14 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from carpool.train.checkpoints import memory_files
 from carpool.train.checkpoints.checkpoint_files import read_state
 from carpool.train.checkpoints.host_copy import copy_files
 from carpool.train.checkpoints.shard_files import Piece, ShardFile
 from carpool.train.config import load_config
 from carpool.train.run import loop
 from carpool.train.run.run import train
-from carpool_systems import memory_files, sparse_snapshots
+from carpool_systems import sparse_snapshots
 from carpool_systems.sparse_snapshots import SnapshotFiles, choose_window, operators
 from tests.ranks import Ranks
 from tests.train.test_kill import LONG
