@@ -7,7 +7,6 @@ run without summary.json (still going, or stopped), `summarise` computes the sam
 
 from __future__ import annotations
 
-import statistics
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -201,18 +200,9 @@ def summarise(run: Run) -> Summary:
 
 
 def _compare(run: Run) -> Compare | None:
-    ours_name = run.info.transport.name
+    ours = run.info.transport.name
     times: dict[str, list[float]] = {}
     for probe in run.probes:
         times.setdefault(probe.transport, []).extend(probe.step_ms)
-    other = next((name for name, ms in times.items() if name != ours_name and ms), None)
-    if other is None or not times.get(ours_name):
-        return None
-    ours, theirs = statistics.median(times[ours_name]), statistics.median(times[other])
-    return Compare(
-        transport=other,
-        step_ms=theirs,
-        ours_step_ms=ours,
-        ratio=theirs / ours if ours else None,
-        repetitions=min(len(times[ours_name]), len(times[other])),
-    )
+    other = next((name for name, ms in times.items() if name != ours and ms), None)
+    return Compare.of_times(times, ours, other) if other is not None and times.get(ours) else None

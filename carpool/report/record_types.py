@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -331,6 +331,18 @@ class Compare(Record):
     ours_step_ms: float | None = None
     ratio: float | None = None
     repetitions: int | None = None
+
+    @classmethod
+    def of_times(cls, times: Mapping[str, Sequence[float]], ours: str, theirs: str) -> Compare:
+        """Medians of two transports' step times, and their ratio (theirs over ours: above 1, ours is faster)."""
+        ours_ms, theirs_ms = (statistics.median(times[name]) for name in (ours, theirs))
+        return cls(
+            transport=theirs,
+            step_ms=theirs_ms,
+            ours_step_ms=ours_ms,
+            ratio=theirs_ms / ours_ms if ours_ms else None,
+            repetitions=min(len(times[ours]), len(times[theirs])),
+        )
 
 
 class Summary(Record):

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import signal
-import statistics
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
@@ -37,7 +36,7 @@ from carpool.metrics.host import timed
 from carpool.parallel.ranks import gather, patiently
 from carpool.report import text_block
 from carpool.report.read import read_run
-from carpool.report.record_types import Train, summarise_steps
+from carpool.report.record_types import Compare, Train, summarise_steps
 from carpool.train.build.run_data import loader_state
 from carpool.train.checkpoints import requested_save
 from carpool.train.checkpoints.adapter_files import save_adapter
@@ -419,7 +418,8 @@ def _compare(run: Run) -> dict[str, Any] | None:
     result = compare(run.built.model, ways, step, run.built.metrics, run.built.device)
     for name, values in result.items():
         run.records.write("probe", run.step, transport=name, **values)
-    return summarise(result, ours, run.compare_with)
+    times = {name: values["step_ms"] for name, values in result.items()}
+    return Compare.of_times(times, ours, run.compare_with).model_dump()
 
 
 def _summary(run: Run, comparison: dict[str, Any] | None) -> dict[str, Any]:
@@ -473,10 +473,3 @@ def compare(
                     result[name]["step_ms"].append(took.ms)
                     result[name]["bytes_remote"] = moved
     return result
-
-
-def summarise(result: dict[str, dict[str, Any]], ours: str, theirs: str) -> dict[str, Any]:
-    """Medians and their ratio (theirs over ours: above 1, ours is faster)."""
-    ours_ms, theirs_ms = (statistics.median(result[name]["step_ms"]) for name in (ours, theirs))
-    found = {"transport": theirs, "step_ms": theirs_ms, "ours_step_ms": ours_ms, "ratio": theirs_ms / ours_ms}
-    return {**found, "repetitions": len(result[ours]["step_ms"])}
