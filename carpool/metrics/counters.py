@@ -270,7 +270,7 @@ class Traffic:
         key = (verb, row_bytes, baseline_bytes, ranks)
         if key not in self._tallies:
             number = self.num_ranks if ranks is None else len(ranks)
-            self._tallies[key] = torch.zeros(2, number, dtype=torch.int64, device=device)
+            self._tallies[key] = new_counter((2, number), torch.int64, device)
         return self._tallies[key]
 
     def _read(self) -> HostTraffic:

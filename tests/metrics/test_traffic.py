@@ -45,6 +45,14 @@ def test_totals_of_the_host_alone() -> None:
     assert Traffic.totals([one], CPU, far=[2]).tolist() == [[0, 0, 0, 0, 40, 0, 30]]
 
 
+def test_a_count_that_begins_in_inference_mode_goes_on() -> None:
+    one = Traffic(RANKS, RANK)
+    with torch.inference_mode():
+        one.tally("dispatch", 32, 40, CPU)
+    one.tally("dispatch", 32, 40, CPU).add_(1)
+    assert one.rows["dispatch"] == [1, 1, 1]
+
+
 def test_numbers_that_travel() -> None:
     there = to_device([[1, True], [2.5, 2**40]], CPU)
     assert there.dtype == torch.float64
