@@ -313,6 +313,12 @@ class AdamW(AdamWFacts, torch.optim.Optimizer):
         found = [update for update in self._updates if isinstance(update, StreamedUpdate)]
         return sum(update.bytes_in for update in found), sum(update.bytes_out for update in found)
 
+    def __getstate__(self) -> dict[str, Any]:
+        if self.offload:
+            raise TypeError("an optimizer's offloaded state cannot be copied: load state_dict() into another one")
+        # `step` is there if a scheduler counts the steps of this one.
+        return {name: value for name, value in vars(self).items() if name != "step"} | {"_updates": []}
+
     def state_dict(self) -> dict[str, Any]:
         """As of PyTorch's optimizers: its own memory."""
         self.synchronize()
@@ -331,11 +337,11 @@ class AdamW(AdamWFacts, torch.optim.Optimizer):
         if [len(group["params"]) for group in theirs] != [len(group["params"]) for group in self.param_groups]:
             raise ValueError("the state is of an optimizer with other groups of parameters")
         for group, other in zip(self.param_groups, theirs, strict=True):
-            for name in self.defaults:
-                if isinstance(group[name], torch.Tensor):  # a captured graph reads this memory
-                    group[name].copy_(torch.as_tensor(other.get(name, group[name])))
+            for name in other.keys() - {"params", "param_names"}:  # also what schedulers have added
+                if isinstance(group.get(name), torch.Tensor):  # a captured graph reads this memory
+                    group[name].copy_(torch.as_tensor(other[name]))
                 else:
-                    group[name] = other.get(name, group[name])
+                    group[name] = other[name]
             for parameter, key in zip(group["params"], other["params"], strict=True):
                 self._copy_state(parameter, state_dict["state"].get(key, {}))
 

@@ -23,7 +23,7 @@ from carpool.optim.adamw_reference import dequantise, dynamic_map, join, quantis
 from carpool.optim.clip import clip_factor, clip_grad_norm, grad_norm
 from carpool.optim.offloaded_state import Slab, cut
 from carpool_systems.disk import Staging, check_disk, mapped_zeros
-from tests.optimizer_problem import SHAPES, gradients, groups, masters, parameters, train
+from tests.optimizer_problem import SHAPES, gradients, groups, masters, muon, parameters, train
 from tests.ranks import WORLD_SIZE, Ranks, mesh
 
 STATE = ("exp_avg", "exp_avg_sq", "step")
@@ -243,6 +243,30 @@ def test_a_learning_rate_in_a_tensor_stays_in_it() -> None:
     assert all(torch.equal(p, q) for p, q in zip(found, other, strict=True))
     ours.load_state_dict(AdamW(found, lr=7.0).state_dict())
     assert ours.param_groups[0]["lr"] is rate and rate == 7
+
+
+def test_what_a_scheduler_has_added_is_loaded() -> None:
+    optimizer, found = AdamW(parameters(torch.float32), lr=1e-2), parameters(torch.float32)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 0.5)
+    ours, theirs = AdamW(found), torch.optim.AdamW(found)
+    for one in (ours, theirs):
+        one.load_state_dict(optimizer.state_dict())
+        torch.optim.lr_scheduler.LambdaLR(one, lambda _: 0.5)
+    assert ours.param_groups[0]["lr"] == theirs.param_groups[0]["lr"] == 5e-3
+
+
+@pytest.mark.parametrize("make", [lambda found: AdamW(groups(found)), muon])
+def test_a_copy_trains_as_the_original(make: Any) -> None:
+    found = parameters(torch.float32)
+    optimizer = make(found)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 0.5)
+    train(optimizer, found)
+    again, other = copy.deepcopy((optimizer, found))
+    train(optimizer, found, first=4)
+    train(again, other, first=4)
+    assert all(torch.equal(p, q) for p, q in zip(found, other, strict=True))
+    with pytest.raises(TypeError, match="load state_dict"):
+        copy.deepcopy(AdamW(found, offload=True))
 
 
 def test_states_convert() -> None:
