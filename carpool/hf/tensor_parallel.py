@@ -404,8 +404,7 @@ class _KeptSum(RowwiseParallel):
         return y if bias is None else y + (bias.to_local() if isinstance(bias, DTensor) else bias)
 
 
-# In the place of transformers' own, also for models that are loaded without `build_model`.
-ALL_PARALLEL_STYLES.register("replicated_with_grad_allreduce", _SummedGradient())
+ALL_PARALLEL_STYLES.register("replicated_with_grad_allreduce", _SummedGradient())  # instead of transformers' own
 ALL_PARALLEL_STYLES.register("carpool_kept_sum", _KeptSum())
 
 

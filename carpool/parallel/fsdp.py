@@ -63,8 +63,7 @@ def reduce_in_float32(model: nn.Module) -> None:
 
 
 def divide_once(module: nn.Module) -> None:
-    """Divide the gradients of a module by its factor also in float16 and float64 where one rank has all rows. FSDP does
-    so twice then: let it divide by the root. Inside of the module's forward, once."""
+    """In a forward: where FSDP divides gradients twice (float16, float64, all rows on one rank), let it by the root."""
     for group in groups_of(module):
         policy, factor = group.mp_policy, group.gradient_divide_factor
         dtype = policy.reduce_dtype or policy.param_dtype or group.fsdp_params[0].orig_dtype
