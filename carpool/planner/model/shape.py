@@ -94,7 +94,7 @@ class LayerShape:
         normed = e if compiled else 8 if self.float_norms else 4 + e
         norm = normed if compiled else normed + e
         q, k, v = self.heads * self.qk_size, self.key_heads * self.qk_size, self.key_heads * self.value_size
-        saved = 2 * norm * hidden + 4 * self.heads
+        saved: float = 2 * norm * hidden + 4 * self.heads
         if self.kind == "linear":
             saved += self.linear_bytes(e)
         else:
