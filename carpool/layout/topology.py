@@ -107,7 +107,7 @@ class Topology:
         """The number of each rank among those of its node. Ranks of equal number are a rail."""
         return tuple(self.node_of[:rank].count(node) for rank, node in enumerate(self.node_of))
 
-    def ranks_beside(self, rank: int) -> int:
+    def node_size(self, rank: int) -> int:
         """How many ranks share the node of this one, itself included."""
         return self.node_of.count(self.node_of[rank])
 

@@ -82,7 +82,7 @@ class Replicated:
         layers: of the model, in the order of a forward, which each call runs once.
 
     Attributes:
-        beside: `write` leaves trained experts in buffers to the next forward, whose layers wait for their own.
+        writes_late: `write` leaves trained experts in buffers to the next forward, whose layers wait for their own.
 
     Raises:
         ValueError: the model is not sharded.
@@ -95,7 +95,7 @@ class Replicated:
         bucket_bytes: int = BUCKET_BYTES,
         layers: Sequence[nn.Module] = (),
     ) -> None:
-        self._shown, self.beside = 0, False
+        self._shown, self.writes_late = 0, False
         self._experts: list[Place] = []
         kinds: dict[tuple[Any, ...], list[tuple[nn.Parameter, list[tuple[nn.Module, str]]]]] = {}
         order: dict[tuple[int, str], int] = {}
@@ -264,13 +264,13 @@ class Replicated:
     def write(self) -> None:
         """After the optimizer step: update the whole parameters from the trained shards."""
         for buffers in self._trained:
-            if not (self.beside and buffers in self._late.buffers):
+            if not (self.writes_late and buffers in self._late.buffers):
                 buffers.gather()
         self.expire()
 
     def expire(self) -> None:
-        """Let the next forward write what is written `beside` it: after a step, and where one is captured."""
-        self._late.expire(self.beside)
+        """Let the next forward write what it writes late: after a step, and where one is captured."""
+        self._late.expire(self.writes_late)
 
     def written(self) -> None:
         """A replayed forward has written them."""

@@ -189,7 +189,7 @@ class Candidate:
         return self.whole and (degrees.efsdp > 1 or degrees.dp_replicate > 1 or self.stored != self.computed)
 
     @property
-    def experts_beside(self) -> bool:
+    def writes_experts_late(self) -> bool:
         """Whether experts in buffers are written beside the next forward, and not after the update."""
         return self.experts_in_buffers and self.degrees.expert_ranks > 1 and self.degrees.pp == self.at_once == 1
 

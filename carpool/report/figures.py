@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from carpool.planner.step.sizes import BESIDE_TENSORS
+from carpool.planner.step.sizes import NOT_TENSORS
 from carpool.report.charts import (
     HEAT_LEVELS,
     Chart,
@@ -482,7 +482,7 @@ def memory(run: Run) -> list[tuple[str, float, str, float]]:
     rows = [(name.replace("_", " "), size, "predicted") for name, size in pieces]
     if len(pieces) > 1:
         rows.append(("predicted in all", sum(size for _, size in pieces), "predicted sum"))
-    tensors = [size for name, size in pieces if name not in BESIDE_TENSORS]
+    tensors = [size for name, size in pieces if name not in NOT_TENSORS]
     alone = " of tensors" if len(tensors) < len(pieces) else ""
     if alone:
         rows.append(("predicted of tensors", sum(tensors), "predicted sum"))

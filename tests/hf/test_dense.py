@@ -69,7 +69,7 @@ def _steps(way: str) -> tuple[list[torch.Tensor], list[str | None], bool]:
     carpool.hf.install(model)
     set_transport(model, "dedup")
     kept = replicate_dense(model, bfloat16=True)
-    kept.beside = way != "after"
+    kept.writes_late = way != "after"
     with kept.shards():
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
 

@@ -29,7 +29,7 @@ def test_links_between_ranks() -> None:
     assert [without.link(1, other) for other in range(4)] == ["node", "self", "network", "network"]
     rack = Topology((0, 0, 1, 1), (0, 0, 0, 0))  # an NVLink domain of several nodes
     assert rack.link(0, 3) == "nvlink" and rack.num_nodes == 2
-    assert (rack.ranks_of(1), rack.ranks_beside(0)) == ([2, 3], 2)
+    assert (rack.ranks_of(1), rack.node_size(0)) == ([2, 3], 2)
     assert {link: int(pairs_WW.sum()) for link, pairs_WW in without.pairs.items()} == {"node": 4, "network": 8}
     assert set(TWO_NODES.pairs) == {"nvlink", "network"} and not Topology.even(1).pairs
 

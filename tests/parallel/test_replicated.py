@@ -87,7 +87,7 @@ def _train(
     net = shard_net(make_net(), copies, experts)
     layers = net.layers if experts else ()
     kept = Replicated(net, bucket_bytes=bucket_bytes // (8 if experts else 1), layers=layers)  # or no bucket is theirs
-    kept.beside = experts
+    kept.writes_late = experts
     assert replicated(net) is kept and not any(isinstance(p, DTensor) for p in net.parameters())
     addresses = [p.data_ptr() for p in net.parameters()]
     with sharded_parameters(net):

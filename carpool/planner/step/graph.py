@@ -194,11 +194,11 @@ class _Builder:
         self, clock: Clock, actions: tuple[Action, ...], stage: int, after: list[tuple[int, ...]]
     ) -> Sequence[int]:
         """Of what a stage does at once: micro-batches differ in whether gradients are reduced after their backward."""
-        last, beside = self.number - 1 if self.reduced_last else None, self.candidate.experts_beside
+        last, late = self.number - 1 if self.reduced_last else None, self.candidate.writes_experts_late
         key = (
             self.bound,
             *(
-                (kind, self.alike[chunk], number == (last if kind != "F" else 0 if beside else None))
+                (kind, self.alike[chunk], number == (last if kind != "F" else 0 if late else None))
                 for kind, chunk, number in actions
             ),
         )
@@ -261,7 +261,7 @@ class _Builder:
             asked = self._host(at, (*asked, *synced))
             # One layer ahead: when the layer before the previous one is done.
             gathered = [self._add(piece, at, free[-2]) for piece in self.gathers(layer)]
-            if number == 0 and (written := self.lengths.written_beside(layer)) is not None:
+            if number == 0 and (written := self.lengths.written_late(layer)) is not None:
                 gathered.append(self._add(written, at, after))
             for piece in self.forward(layer):
                 if piece.kind == "dispatch" and self.candidate.waits:

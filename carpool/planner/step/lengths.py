@@ -293,7 +293,7 @@ class Lengths(Travel):
             yield from _some(self.streamed_state(dense, experts))
         if candidate.whole:
             yield from _some(self.collective("parameters", "all-gather", self.element * dense, "fsdp and cp"))
-            if not candidate.experts_beside:
+            if not candidate.writes_experts_late:
                 yield from _some(self.collective("experts", "all-gather", self.element * experts, "efsdp"))
 
     def whole_matrices(self, layers: tuple[LayerShape, ...]) -> float:
@@ -324,9 +324,9 @@ class Lengths(Travel):
                 self.collective("all-gather experts", "all-gather", self.element * self.experts_of_layer, "efsdp")
             )
 
-    def written_beside(self, layer: LayerShape) -> Piece | None:
+    def written_late(self, layer: LayerShape) -> Piece | None:
         """A layer's whole experts, that the first forward of a step gathers ahead of it."""
-        if not (layer.experts and self.candidate.experts_beside):
+        if not (layer.experts and self.candidate.writes_experts_late):
             return None
         return self.collective("experts", "all-gather", self.element * self.experts_of_layer, "efsdp")
 

@@ -39,8 +39,8 @@ from carpool.planner.model.routes import Routes
 from carpool.planner.model.shape import ModelShape
 from carpool.planner.step.sizes import (
     ARENA_ROOM,
-    BESIDE_TENSORS,
     INDEX_BYTES,
+    NOT_TENSORS,
     MiB,
     Parameters,
     RankSizes,
@@ -84,7 +84,7 @@ class Peak:
     @property
     def tensors(self) -> float:
         """Of PyTorch's tensors, as `torch.cuda.max_memory_allocated` counts them."""
-        return sum(size for name, size in self.parts.items() if name not in BESIDE_TENSORS)
+        return sum(size for name, size in self.parts.items() if name not in NOT_TENSORS)
 
 
 def memory_of(shape: ModelShape, candidate: Candidate, routes: Routes | None = None, every_layer: bool = False) -> Peak:

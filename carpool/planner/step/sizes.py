@@ -25,7 +25,7 @@ MiB, GiB = 2**20, 2**30
 # of all tensors that the allocator cannot use.
 CONTEXT_BYTES, NCCL_BYTES, NCCL_GROUP_BYTES, FRAGMENTS = GiB // 2, int(0.3 * GiB), int(0.2 * GiB), 0.03
 # Components that a GPU has in use, and PyTorch does not count among its tensors.
-BESIDE_TENSORS = ("context", "nccl", "fragments", "graphs")
+NOT_TENSORS = ("context", "nccl", "fragments", "graphs")
 # After an arena was too small, it gets this much of what was needed (`carpool.train.steps.capacity`).
 ARENA_ROOM = 1.25
 # Small tensors of int32 or float32 that a ride saves for each token that arrives and its choices: slots, weights,

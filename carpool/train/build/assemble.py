@@ -170,7 +170,7 @@ def build(plan: Plan, saved: dict[str, Any], layouts_of: FirstLayouts | None = N
     objective = _objective(plan, model, meshes, two_batch)
     if (kept := replicated(model)) is not None:
         # Of two batches, or two stages, another thread or a later action may be the first to need them.
-        kept.beside = plan.pipeline is None and not two_batch
+        kept.writes_late = plan.pipeline is None and not two_batch
     with sharded_parameters(model):
         parameters = list(model.parameters())
         on_disk = plan.candidate.optimizer_offload == "disk"

@@ -55,7 +55,7 @@ def find_machine(section: ParallelismSection, device: torch.device) -> Machine:
     topology = find_topology(None, section.ranks_per_node, own.nvlink is not None)
     named = section.hardware
     hardware = from_rank_0(lambda: own if named is None else find_hardware(named))
-    return Machine(topology, hardware, rank_memory(cuda, topology.ranks_beside(rank)), cuda, device=device, rank=rank)
+    return Machine(topology, hardware, rank_memory(cuda, topology.node_size(rank)), cuda, device=device, rank=rank)
 
 
 def imagine_machine(config: Config, gpu: str | None) -> Machine:

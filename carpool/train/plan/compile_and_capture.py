@@ -74,7 +74,7 @@ def _by_rule(config: Config, degrees: Degrees, blueprint: Blueprint, machine: Ma
         return False, f"{reason}, and compilation unrolls what goes from token to token"
     if divides_tokens(with_compile(config, False), degrees, blueprint.model).answer:
         return False, "tensor-parallel ranks divide tokens, which compiled layers do not"
-    per_node, settings["training"]["max_steps"] = machine.topology.ranks_beside(0), _steps(config, degrees)
+    per_node, settings["training"]["max_steps"] = machine.topology.node_size(0), _steps(config, degrees)
     try:
         attention = planned_attention(config, degrees, blueprint.model, machine.cuda)
         shape = ModelShape.read(blueprint.model.config.to_dict(), attention)

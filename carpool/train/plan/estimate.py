@@ -34,7 +34,7 @@ from carpool.parallel.degrees import Degrees
 from carpool.planner.candidate import LENGTHS, PLANS, RANDOM, Candidate, Spare, by_settings
 from carpool.planner.model.shape import saved_if_compiled
 from carpool.planner.step.peak import Peak, full_stages, peak_of
-from carpool.planner.step.sizes import BESIDE_TENSORS, Parameters, RankSizes, scores_bytes, stage_part
+from carpool.planner.step.sizes import NOT_TENSORS, Parameters, RankSizes, scores_bytes, stage_part
 from carpool.train.blueprint import attention_of, meta_model, model_size, top_k_of
 from carpool.train.config.schema import Config
 from carpool.train.data.formats import are_packed
@@ -325,4 +325,4 @@ def _stored_bytes(parameter: torch.nn.Parameter, kind: Kind | None, stored: int)
 
 def tensors_of(memory: Memory) -> int:
     """Of an estimate: the bytes of PyTorch's tensors, as `torch.cuda.max_memory_allocated` counts them."""
-    return sum(size for name, size in memory.items() if name not in (*BESIDE_TENSORS, "process", "allocator", "total"))
+    return sum(size for name, size in memory.items() if name not in (*NOT_TENSORS, "process", "allocator", "total"))

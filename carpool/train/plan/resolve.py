@@ -255,7 +255,7 @@ def resolve(
     packed = isinstance(blueprint.source, Path) and is_packed(blueprint.source)
     estimate, memory = MemoryEstimate(config, degrees, model, machine.cuda, packed=packed), machine.memory
     measure = None if measure_policies is None else lambda: measure_policies(config, machine, blueprint)
-    per_node = machine.topology.ranks_beside(0)
+    per_node = machine.topology.node_size(0)
     policies = choose_memory(estimate, transport.answer, machine.hardware, decisions, measure, per_node)
     if (budget := config.memory.budget_bytes) is not None:
         # All that follows reads one configuration.
@@ -412,7 +412,7 @@ def check_host_and_disk(config: Config, machine: Machine, host: int, disk: int) 
         host, disk: bytes of each rank."""
     if not host and not disk:
         return
-    ranks = machine.topology.ranks_beside(machine.rank)
+    ranks = machine.topology.node_size(machine.rank)
     what = "what this run keeps there (training.optimizer_offload, [memory])"
     problem = None
     try:

@@ -33,7 +33,7 @@ def predict_step(plan: Plan) -> Prediction | str:
     settings["moe"]["transport"] = plan.transport.answer
     settings["parallelism"]["data_parallel"] = plan.data_parallel.answer
     settings["memory"] |= plan.policies.answer
-    per_node = machine.topology.ranks_beside(0)
+    per_node = machine.topology.node_size(0)
     try:
         model = plan.blueprint.model
         attention = planned_attention(config, plan.degrees, model, machine.cuda)
