@@ -14,7 +14,7 @@
     cpu_experts.py, few_on_host.py   the CPU computes experts with few tokens (`extensions.py`): APTMoE
     eplb.py, occult.py   solvers of DeepSeek and Occult (`carpool place --solvers eplb`)
     sparse_snapshots.py, expert_copies.py   state in memory after each step (`extensions.py`): MoEvement, Lazarus, whose
-        rule of places is rank_overlap.py
+        rule of places is rank_overlap.py; beside.py is their thread
     mechanisms.py  what a run under a recipe must do; observe.py records what it did (`carpool recipes check`)
     compare.py, replay.py   `carpool recipes compare`: a recording replayed under recipes; race.py: training steps
     planners.py    what published planners would choose (`carpool plan --policy alpa`)

@@ -48,7 +48,7 @@ from carpool.parallel.ranks import gather, rank, together, world
 from carpool.parallel.replicated import sharded_parameters
 from carpool.train.checkpoints.checkpoint_files import MODEL, OPTIMIZER, read_state
 from carpool.train.checkpoints.host_copy import HostBuffer, copy_files
-from carpool.train.checkpoints.memory_files import ROOM, Beside, MemoryFiles, check_room
+from carpool.train.checkpoints.memory_files import ROOM, MemoryFiles, check_room
 from carpool.train.checkpoints.shard_files import Piece, ShardFile, ShardPlanner
 from carpool.train.checkpoints.state_tensors import (
     Tensors,
@@ -60,6 +60,7 @@ from carpool.train.checkpoints.state_tensors import (
 )
 from carpool.train.run.finish import run_state
 from carpool.train.run.rollback import restore_state
+from carpool_systems.beside import Beside
 from carpool_systems.rank_overlap import Held, allocate, place
 from carpool_systems.sparse_snapshots import tensors_of
 

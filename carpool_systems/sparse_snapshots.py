@@ -43,7 +43,7 @@ from carpool.parallel.ranks import gather, rank, together, world
 from carpool.parallel.replicated import sharded_parameters
 from carpool.train.checkpoints import memory_files
 from carpool.train.checkpoints.host_copy import copy_files
-from carpool.train.checkpoints.memory_files import ROOM, Beside, MemoryFiles, check_room
+from carpool.train.checkpoints.memory_files import ROOM, MemoryFiles, check_room
 from carpool.train.checkpoints.shard_files import Piece, ShardFile
 from carpool.train.checkpoints.state_tensors import (
     Tensors,
@@ -55,6 +55,7 @@ from carpool.train.checkpoints.state_tensors import (
 from carpool.train.run.finish import run_state
 from carpool.train.run.loop import Run
 from carpool.train.run.rollback import restore_state
+from carpool_systems.beside import Beside
 
 WEIGHT = "weight"
 # Of the time of a step, what a copy beside it may take.
