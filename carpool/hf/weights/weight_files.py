@@ -53,7 +53,12 @@ def check_weight_files(folder: Path, config: dict[str, Any]) -> None:
                 "with safetensors"
             )
         raise ValueError(f"{folder} holds no weights (no *.safetensors file)")
-    for index in sorted(folder.glob("*.index.json")):
+    indices = sorted(folder.glob("*.index.json"))
+    if not indices and not (folder / "model.safetensors").exists():
+        raise ValueError(
+            f"{folder} has no model.safetensors.index.json for {weights[0].name}: copy or download it, too"
+        )
+    for index in indices:
         _check_index(index)
     for path in weights:
         check_whole(path)
