@@ -129,6 +129,17 @@ def test_content_in_parts_is_never_learned_as_python_prints_it(template: str) ->
         encode([USER, parts | {"content": [text, {"type": "image", "image": "a.png"}]}], template)
 
 
+def test_a_message_that_the_template_leaves_out_is_refused() -> None:
+    silent = TEMPLATE.replace("raise_exception('unexpected role ' + message.role)", "''")
+    for messages in ([BYE | {"role": "bot"}, USER, ONE], [USER, ONE, HI, BYE | {"role": "bot"}, TWO]):
+        number = 1 + next(i for i, one in enumerate(messages) if one["role"] == "bot")
+        with pytest.raises(ValueError, match=f"here: .* writes nothing of message {number}, whose role is 'bot'"):
+            encode(messages, silent)
+    assert encode(
+        [USER | {"content": "Hello "}, ONE], silent.replace("+ message.content }}", "+ message.content|trim }}")
+    )
+
+
 @pytest.mark.parametrize("nulls", ["null", "left out", "of a table"])
 @pytest.mark.parametrize("arguments", [{"x": 1}, '{"x": 1}'])
 def test_messages_that_call_tools_may_have_no_content(tmp_path: Path, nulls: str, arguments: Any) -> None:
@@ -251,7 +262,7 @@ def test_prompts_are_texts_or_messages(folder: Path, tmp_path: Path) -> None:
         ([{"messages": [{"role": "user"}, ONE]}], {}, r"line 1: message 1 of 'messages' has no content"),
         ([{"messages": [{"role": "user", "text": "a"}, ONE]}], {}, "1 of 'messages' has no content: .* has role, text"),
         ([{"conversations": [USER, {"from": "gpt", "train": True}]}], {}, "2 of 'conversations' has no content"),
-        ([{"messages": [USER | {"content": 5}, ONE]}], {}, "1 of 'messages' has int as its content: give it a text"),
+        ([{"messages": [USER | {"content": 5}, ONE]}], {}, "1 of 'messages' has a number as its content: give"),
         (
             '{"messages": [{"role": "user", "content": "\\ud83d"}, {"role": "assistant", "content": "a"}]}', {},
             r"a\.jsonl, line 1 has '\\ud83d', half of a surrogate pair: write the whole, or",
@@ -312,7 +323,7 @@ def test_bad_templates(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has no tokenizer that transformers can read"):
         corpus(tmp_path, path)
     (tmp_path / "other.jinja").write_text("as it pleases")
-    with pytest.raises(ValueError, match=r"line 1: the chat template of .*other\.jinja writes nothing of message 2"):
+    with pytest.raises(ValueError, match=r"line 1: the chat template of .*other\.jinja writes nothing of message 1"):
         corpus(folder, path, chat_template=str(tmp_path / "other.jinja"))
 
 

@@ -31,7 +31,9 @@ A message that calls tools may have no content, or null, which transformers leav
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -58,17 +60,31 @@ _NO_CONTENT = ("tool_calls", "reasoning_content", "reasoning", "thinking")
 
 
 def with_fitting_calls(messages: Messages, write: Callable[[Messages], str], where: str) -> Messages:
-    """As `with_fitting_arguments`, and with a text as the content of messages that have none, or a list of texts, if
-    the template would refuse them otherwise."""
+    """These messages, or the same as the template takes them: with the arguments of tool calls in the other form if it
+    would quote or refuse them, and with a text as the content of messages that have none, or a list of texts.
+
+    Args:
+        write: what the template makes of messages; ValueError: it refuses them.
+        where: for errors.
+
+    Raises:
+        ValueError: the template refuses all forms, or quotes a text that is no JSON object.
+    """
     filled = [{**message, "content": _joined(message.get("content", ""))} for message in messages]
-    if filled == messages:
-        return with_fitting_arguments(messages, write, where)
-    try:
-        found = with_fitting_arguments(messages, write, where)
-        write(found)
-        return found
-    except ValueError:
-        return with_fitting_arguments(filled, write, where)
+    if filled == messages and not list(_arguments(messages)):
+        return messages
+    refused = ValueError(f"{where}: the chat template quotes the arguments of tool calls")
+    for form, other in itertools.product((messages, filled), (False, True)):
+        try:
+            these = _in_other_form(form, where) if other else form
+            written = write(these)
+        except ValueError as error:
+            refused = error
+        else:
+            texts = (json.dumps(one, ensure_ascii=False) for one in _arguments(these) if isinstance(one, str))
+            if not any(text in written for text in texts):
+                return these
+    raise refused
 
 
 def _joined(content: Any) -> Any:
@@ -77,35 +93,6 @@ def _joined(content: Any) -> Any:
         return content
     texts = [one["text"] for one in content if isinstance(one, dict) and isinstance(one.get("text"), str)]
     return "".join(texts) if len(texts) == len(content) else content
-
-
-def with_fitting_arguments(messages: Messages, write: Callable[[Messages], str], where: str) -> Messages:
-    """These messages, or the same with the arguments of their tool calls in the other form, if the template would quote
-    or refuse them as they are.
-
-    Args:
-        write: what the template makes of messages; ValueError: it refuses them.
-        where: for errors.
-
-    Raises:
-        ValueError: the template refuses both forms, or quotes a text that is no JSON object.
-    """
-    given = list(_arguments(messages))
-    if not given:
-        return messages
-    try:
-        written = write(messages)
-    except ValueError:
-        if (other := _in_other_form(messages, where)) != messages:
-            try:
-                write(other)
-            except ValueError:
-                pass
-            else:
-                return other
-        raise
-    quoted = any(isinstance(one, str) and json.dumps(one, ensure_ascii=False) in written for one in given)
-    return _in_other_form(messages, where) if quoted else messages
 
 
 def _arguments(messages: Messages) -> Iterator[Any]:
@@ -166,11 +153,8 @@ def check_messages(messages: Any, field: str, where: str) -> Messages:
         told = {name: value for name, value in message.items() if value is not None}
         content = told.get("content", "" if any(told.get(name) for name in _NO_CONTENT) else None)
         if not isinstance(content, str | list | dict):
-            what = "has no content" if content is None else f"has {type(content).__name__} as its content"
-            raise ValueError(
-                f"{where}: message {number} of {field!r} {what}: give it a text, or leave it out; it has "
-                f"{', '.join(told)}"
-            )
+            what = f"message {number} of {field!r} has {'no' if content is None else 'a number as its'} content"
+            raise ValueError(f"{where}: {what}: give it a text, or leave it out; it has {', '.join(told)}")
         found.append(told)
     return found
 
@@ -287,6 +271,11 @@ class Chat:
         """What the template writes of the whole, and, where that is needed, before and after each answer."""
         messages, tools, where, first = conversation
         texts = [self._write(messages, tools, where)]
+        if (ignored := self._ignored(messages, texts[0], tools)) is not None:
+            raise ValueError(
+                f"{where}: the chat template of {self._name} writes nothing of message {ignored + 1}, whose role is "
+                f"{messages[ignored]['role']!r}: leave it out, or set data.chat_template to one that does"
+            )
         all_answers = [i for i in range(first, len(messages)) if messages[i]["role"] == ANSWERS]
         if self._marked and self._loss != "all" and answers == all_answers:
             before = [self._write(messages[:first], tools, where, prompt=True)] if first else []
@@ -300,6 +289,15 @@ class Chat:
             texts.append(self._write(messages[:answer], tools, where, prompt=is_answer) if answer else "")
             texts.append(texts[0] if is_last else self._write(messages[: answer + 1], tools, where))
         return _Example(conversation, answers, False, texts)
+
+    def _ignored(self, messages: Messages, text: str, tools: list[Any] | None) -> int | None:
+        """The first message without which the template writes the same text."""
+        for number, message in enumerate(messages):
+            if isinstance(content := message.get("content"), str) and (content.strip() or "\0") not in text:
+                with contextlib.suppress(ValueError):  # a template may refuse what is left
+                    if self._write(messages[:number] + messages[number + 1 :], tools, "") == text:
+                        return number
+        return None
 
     def _by_marks(self, example: _Example, tokens: list[list[int]]) -> tuple[list[int], list[bool]]:
         messages, tools, where, first = example.conversation
@@ -326,11 +324,6 @@ class Chat:
                     f"once others follow {_difference(after, texts[0])}, as those do that leave out earlier thinking; "
                     'set data.turns="apart", which makes each answer an example with the conversation before it, or '
                     "data.chat_template to a template with {% generation %} marks"
-                )
-            if len(after_ids) == len(before_ids):
-                raise ValueError(
-                    f"{where}: the chat template of {self._name} writes nothing of message {answer + 1}, an answer, so "
-                    "there is nothing to learn: its content may be empty, or the template not of conversations"
                 )
             learned[len(before_ids) : len(after_ids)] = [self._loss != "all"] * (len(after_ids) - len(before_ids))
         return ids, learned
