@@ -146,7 +146,7 @@ def test_settings_that_are_gone_are_explained_and_read_in_old_runs(tmp_path):
         ("data.train=[a.txt]", "put single quotes around"),
         (
             "data.sequence_length=999999999",
-            "per_device_train_batch_size * data.sequence_length is 11,999,999,988 tokens",
+            "per_device_train_batch_size * data.sequence_length = 11,999,999,988",
         ),
         ("parallelism.ep_size=-4", "expected a number above 0"),
         ("parallelism.num_ranks=1000000000", "1,000,000,000 ranks are more than any machine has"),

@@ -120,8 +120,7 @@ class Config(Section):
         self.declared.check(self.flat())
         if (tokens := math.prod(self.micro_batch_shape)) >= 2**31:
             raise ValueError(
-                f"training.per_device_train_batch_size * data.sequence_length is {tokens:,} tokens of a rank at once: "
-                "lower one of them"
+                f"training.per_device_train_batch_size * data.sequence_length = {tokens:,}: lower one of them"
             )
         if self.parallelism.pp_size > 1 and self.parallelism.plan is None:  # which chooses how many
             micro_batches = self.training.gradient_accumulation_steps
