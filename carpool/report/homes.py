@@ -28,7 +28,9 @@ def pictures(run: Run) -> list[tuple[str, str]]:
     # A run that was resumed on other ranks begins anew.
     shape = _shape(layouts[-1][1])
     layouts = [pair for pair in layouts if _shape(pair[1]) == shape]
-    origin = [_rank_of(layer.homes) for layer in layouts[0][1]]
+    origin = [
+        {expert: rank for rank, experts in enumerate(layer.homes) for expert in experts} for layer in layouts[0][1]
+    ]
     # A restart writes the layout again: it is drawn only where it differs from the one before.
     changed = [pair for i, pair in enumerate(layouts) if i == 0 or pair[1] != layouts[i - 1][1]]
     shown = changed if len(changed) <= PICTURES else [changed[0], *changed[1 - PICTURES :]]
@@ -122,7 +124,3 @@ def _told(expert: int, kind: str, was: dict[int, int], layer: LayerLayout) -> st
     if layer.slices > 1:
         name += f", slice {expert % layer.slices + 1} of {layer.slices}"
     return name + (f", from rank {was[expert]}" if kind == "moved" else "")
-
-
-def _rank_of(homes: list[list[int]]) -> dict[int, int]:
-    return {expert: rank for rank, experts in enumerate(homes) for expert in experts}

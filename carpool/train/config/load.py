@@ -247,7 +247,11 @@ def _merge(into: dict[str, Any], new: Mapping[str, Any], at: tuple[str, ...], pl
                 into[key] = [*into[key].values()]
         else:
             # Of what a run reports to, the word none means the empty list.
-            into[key] = None if _is_none(value) and here != ("training", "report_to") else value
+            into[key] = (
+                None
+                if isinstance(value, str) and value.lower() in NONE_WORDS and here != ("training", "report_to")
+                else value
+            )
 
 
 def _prefer_later_length(training: Any, places: Mapping[tuple[str, ...], str]) -> None:
@@ -270,10 +274,6 @@ def _names_a_model(model: Mapping[str, Any]) -> bool:
     config = model.get("config")
     published = isinstance(config, str) or (isinstance(config, Mapping) and not {FROM, "model_type"}.isdisjoint(config))
     return published or any(model.get(source) is not None for source in _MODEL_SOURCES)
-
-
-def _is_none(value: Any) -> bool:
-    return isinstance(value, str) and value.lower() in NONE_WORDS
 
 
 # Settings that are gone, whose recorded values mean nothing now, and what to say of them.

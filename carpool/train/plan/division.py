@@ -200,11 +200,9 @@ SIZE = {"cuda": 8192, "cpu": 768}
 REPEATS = 15
 
 
-def _read_speeds(record: Record) -> Speeds:
-    return tuple(float(speed) for speed in record["speeds"])
-
-
-SPEEDS_KIND: Kind[Speeds] = Kind("rank_speeds", lambda speeds: {"speeds": list(speeds)}, _read_speeds)
+SPEEDS_KIND: Kind[Speeds] = Kind(
+    "rank_speeds", lambda speeds: {"speeds": list(speeds)}, lambda record: tuple(map(float, record["speeds"]))
+)
 
 
 def with_speeds(config: Config, device: torch.device, devices: list[str], decisions: Decisions) -> Config:

@@ -280,7 +280,8 @@ class Objective:
 
     def losses(self, means: Sequence[float], tokens: int) -> Losses:
         """What `accumulate` has returned, on the host."""
-        own = dict(zip((name for name, coef in self._named_coefs() if coef), means[2 : self.router_sums], strict=True))
+        coefs = {"z_loss": self.z_coef, "sequence_aux_loss": self.sequence_coef}
+        own = dict(zip((name for name, coef in coefs.items() if coef), means[2 : self.router_sums], strict=True))
         mtp_losses = None
         if self.mtp is not None:
             pairs = zip(
@@ -289,9 +290,6 @@ class Objective:
             mtp_losses = [total / number if number else 0.0 for total, number in pairs]
         aux = means[1] if self.aux_coef else None
         return Losses(loss=means[0], aux_loss=aux, tokens=tokens, **own, mtp_losses=mtp_losses)
-
-    def _named_coefs(self) -> tuple[tuple[str, float], ...]:
-        return ("z_loss", self.z_coef), ("sequence_aux_loss", self.sequence_coef)
 
     def accumulate(
         self,
