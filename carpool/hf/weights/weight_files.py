@@ -53,8 +53,7 @@ def check_weight_files(folder: Path, config: dict[str, Any]) -> None:
                 "with safetensors"
             )
         raise ValueError(f"{folder} holds no weights (no *.safetensors file)")
-    indices = sorted(folder.glob("*.index.json"))
-    if not indices and not (folder / "model.safetensors").exists():
+    if not (indices := sorted(folder.glob("*.index.json"))) and not (folder / "model.safetensors").exists():
         raise ValueError(
             f"{folder} has no model.safetensors.index.json for {weights[0].name}: copy or download it, too"
         )
