@@ -175,8 +175,8 @@ def optional_kernels(model: nn.Module) -> Iterator[tuple[Any, str, Callable[...,
 
 def lacking_packages(model: nn.Module) -> list[str]:
     """Those of which Transformers would take kernels for a model, by the names under which they are installed."""
-    names = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d", "mamba_ssm": "mamba-ssm"}
-    return sorted({names.get(package, package) for *_, package, there in optional_kernels(model) if not there})
+    lacking = {package for *_, package, there in optional_kernels(model) if not there}
+    return sorted({"fla": "flash-linear-attention"}.get(package, package) for package in lacking)
 
 
 @contextmanager

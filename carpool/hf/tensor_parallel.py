@@ -70,12 +70,8 @@ STYLES = {
 # ------------------------------------------------------------------------------------------------------------- styles
 
 
-class _Colwise(ColwiseParallel):
-    """Of all tokens, this rank's features (or, gathered, all of them). Gradients of its input are partial."""
-
-    def __init__(self, gather: bool) -> None:
-        super().__init__()
-        self.gather = gather
+class _OnLocalTensors:
+    """A module computes with this rank's parts of its weights, and takes its input as it comes."""
 
     def should_use_local_tensors(self, module: nn.Module) -> bool:
         return True
@@ -83,19 +79,24 @@ class _Colwise(ColwiseParallel):
     def transform_inputs_pre_forward(self, module: Any, args: Any, kwargs: Any, mesh: Any) -> Any:
         return args, kwargs
 
+
+class _Colwise(_OnLocalTensors, ColwiseParallel):
+    """Of all tokens, this rank's features (or, gathered, all of them). Gradients of its input are partial."""
+
+    def __init__(self, gather: bool) -> None:
+        super().__init__()
+        self.gather = gather
+
     def transform_output_post_forward(self, module: Any, output: Any, mesh: Any) -> Any:
         return gather_features(output, mesh.get_group()) if self.gather else output
 
 
-class _Rowwise(RowwiseParallel):
+class _Rowwise(_OnLocalTensors, RowwiseParallel):
     """From this rank's features of all tokens to all features of this rank's tokens."""
 
     def __init__(self, split: bool) -> None:
         super().__init__()
         self.split = split
-
-    def should_use_local_tensors(self, module: nn.Module) -> bool:
-        return True
 
     def transform_inputs_pre_forward(self, module: Any, args: Any, kwargs: Any, mesh: Any) -> Any:
         return ((split_features(args[0], mesh.get_group()), *args[1:]) if self.split else args), kwargs
@@ -389,15 +390,9 @@ class _SummedGradient(TensorParallelLayer):
         return module
 
 
-class _KeptSum(RowwiseParallel):
+class _KeptSum(_OnLocalTensors, RowwiseParallel):
     """transformers' `rowwise`, whose sum over ranks a layer that is computed again takes from the first time
     (`carpool.parallel.sequence`)."""
-
-    def should_use_local_tensors(self, module: nn.Module) -> bool:
-        return True
-
-    def transform_inputs_pre_forward(self, module: Any, args: Any, kwargs: Any, mesh: Any) -> Any:
-        return args, kwargs
 
     def transform_output_post_forward(self, module: Any, output: Any, mesh: Any) -> Any:
         y, bias = sum_over(output, mesh.get_group()), module._parameters.get("bias")

@@ -114,11 +114,6 @@ def fit_work(points: Sequence[tuple[float, float, float]]) -> Work:
     return Work(rates[0], rates[1], of.get(0, 0.0), residual, "measured")
 
 
-def read_work(settings: Mapping[str, Any] | None) -> dict[str, Work]:
-    """From a file of `carpool doctor --measure`; nothing for files of earlier versions."""
-    return {name: Work(**one) for name, one in (settings or {}).items()}
-
-
 GB, GiB = 1e9, 2**30
 # A kind of link, as of `carpool.layout.topology.Link`; a transport has the same name.
 NVLINK: Final = "nvlink"
@@ -259,7 +254,8 @@ class Hardware:
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> Hardware:
         links = {key: None if settings.get(key) is None else LinkRate(**settings[key]) for key in _LINKS}
-        return cls(**{**settings, **links, "kernels": read_work(settings.get("kernels"))})
+        kernels = {name: Work(**one) for name, one in (settings.get("kernels") or {}).items()}  # earlier files: none
+        return cls(**{**settings, **links, "kernels": kernels})
 
 
 _LINKS = (NVLINK, "node", "network", "host", "disk", "push", "gathered", "network_alone")

@@ -28,7 +28,12 @@ _SHARDS = {20240520: "<u2", 20240801: "<u4"}
 _PIECE = 1 << 16
 
 
-class Megatron(Reader):
+class _OfTokens(Reader):
+    def names(self, path: Path | Url, splits: Sequence[str]) -> list[str]:
+        return [INPUT_IDS]
+
+
+class Megatron(_OfTokens):
     name, what = "megatron", "Megatron index"
     endings = (".idx",)
 
@@ -36,9 +41,6 @@ class Megatron(Reader):
         if not (tokens := path.with_suffix(".bin")).is_file():
             raise ValueError(f"{path} has no {tokens.name} beside it, which holds the tokens")
         return [path, tokens]
-
-    def names(self, path: Path | Url, splits: Sequence[str]) -> list[str]:
-        return [INPUT_IDS]
 
     def rows(self, path: Path | Url, wanted: Fields, splits: Sequence[str]) -> Iterator[Row]:
         wanted.check([INPUT_IDS], str(path))
@@ -62,12 +64,9 @@ class Megatron(Reader):
             yield Row({INPUT_IDS: tokens[start : int(ends[last - 1])]}, f"{path}, document {number}")
 
 
-class TokenShard(Reader):
+class TokenShard(_OfTokens):
     name, what = "tokens", "shard of tokens"
     if_named = (".bin",)
-
-    def names(self, path: Path | Url, splits: Sequence[str]) -> list[str]:
-        return [INPUT_IDS]
 
     def rows(self, path: Path | Url, wanted: Fields, splits: Sequence[str]) -> Iterator[Row]:
         wanted.check([INPUT_IDS], str(path))

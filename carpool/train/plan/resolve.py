@@ -181,8 +181,7 @@ class Plan:
             compiled = "compiled" if self.compiled.answer else "not compiled"
             lines.append(f"decoder layers: {compiled}: {self.compiled.why}")
         if machine.cuda and (lacking := lacking_packages(self.blueprint.model)):
-            packages = " and ".join(lacking)
-            lines.append(f"install {packages}: PyTorch takes longer and more memory for what they have kernels for")
+            lines.append(f"install {' and '.join(lacking)}: PyTorch in their place takes longer and more memory")
         weight, why = self.balance_loss
         lines.append(f"balance loss: {f'weight {weight:g}' if weight else 'none'} ({why})")
         if (long := self.blueprint.why_long(config.data.sequence_length)) is not None:

@@ -123,9 +123,8 @@ def run_info(run: Run, command: str, resume: Path | None) -> dict[str, Any]:
     history = _earlier_starts(run.folder) if resume is not None or run.start else []
     started = datetime.now(UTC).isoformat(timespec="seconds")
     resumed_from = str(resume) if resume is not None else None
-    takes = round(run.data.sequences.per_epoch / run.data.steps_per_epoch)
-    start = {"started": started, "from_step": run.start, "resumed_from": resumed_from, "sequences_per_step": takes}
-    history.append(start)
+    history.append({"started": started, "from_step": run.start, "resumed_from": resumed_from})
+    history[-1]["sequences_per_step"] = round(run.data.sequences.per_epoch / run.data.steps_per_epoch)
     peak, peak_source = peak_flops(built.device, config.training.peak_flops)
     unequal = {}
     if isinstance(speeds := config.parallelism.rank_speeds, tuple):
@@ -401,6 +400,5 @@ def hello(run: Run, info: dict[str, Any], resume: Path | None) -> list[str]:
         say(f"resumed from {resume}, step {run.start}")
         *_, before, now = (one.get("sequences_per_step") for one in [{}, *info["history"]])
         if before not in (None, now):
-            keep = "other training.gradient_accumulation_steps keep it"
-            say(f"warning: a step takes {now} sequences now, and took {before} before; {keep}")
+            say(f"warning: a step takes {now} sequences now, and took {before} before (gradient_accumulation_steps)")
     return lines
