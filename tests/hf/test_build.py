@@ -264,7 +264,7 @@ def _set(**keys: Any) -> Change:
          "are pickles (pytorch_model.bin), which can run code when they are loaded, and Carpool never"),
         ([_remove("model.safetensors")], "holds no weights"),
         ([lambda folder: (folder / "model.safetensors").rename(folder / "model-1.safetensors")],
-         "has no model.safetensors.index.json for model-1.safetensors: copy or download it"),
+         "has no model.safetensors.index.json for model-1.safetensors: copy it here"),
         ([_write(INDEX, '{"weight_map": {"lm_head.weight": "model-2.safetensors"}}')],
          "its index names model-2.safetensors"),
         ([_set(quantization_config={"quant_method": "mxfp4"})], "quantised (mxfp4)"),
