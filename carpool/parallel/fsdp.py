@@ -63,12 +63,13 @@ def reduce_in_float32(model: nn.Module) -> None:
 
 
 def divide_once(module: nn.Module) -> None:
-    """In a forward: where FSDP divides gradients twice (float16, float64, all rows on one rank), let it by the root."""
+    """In a forward: where FSDP divides gradients twice (float16, float64, all rows on one rank), let it by the root.
+    Further calls change nothing."""
     for group in groups_of(module):
-        policy, factor = group.mp_policy, group.gradient_divide_factor
+        policy, factor = group.mp_policy, None if hasattr(group, "divides_once") else group.gradient_divide_factor
         dtype = policy.reduce_dtype or policy.param_dtype or group.fsdp_params[0].orig_dtype
         if factor and group.mesh_info.shard_mesh_size == 1 and dtype not in (torch.float32, torch.bfloat16):
-            group.gradient_divide_factor = factor**0.5
+            group.gradient_divide_factor, group.divides_once = factor**0.5, True
 
 
 def sum_gradients(model: nn.Module) -> None:

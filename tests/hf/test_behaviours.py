@@ -27,6 +27,7 @@ from transformers.distributed import DistributedConfig
 
 import carpool.hf
 from carpool.hf.routing.router_answers import balanced_choices, force_choices
+from carpool.hf.seam.expert_rides import rides
 from tests.hf.meshes import reuse_meshes
 from tests.hf.parity import BOUND, IMPLEMENTATION, full_gradients, quiet, relative_error
 from tests.hf.tiny_models import VOCAB_SIZE, discover, tiny_batch, tiny_model
@@ -110,12 +111,15 @@ def test_gradient_checkpointing_changes_nothing(path: str, folder: str) -> None:
 
 @on_ranks("two_ranks")
 def test_gradients_in_float64_are_divided_once(path: str) -> None:
-    """Those of experts, which one rank has alone. FSDP does the same in float16."""
+    """Those of experts, which one rank has alone, also once rides are settled, as before compilation. FSDP does the
+    same in float16."""
     _save("olmoe", path)
     reference = _alone("olmoe", path, dtype=torch.float64, experts_implementation="eager")
     model = _model("olmoe", path, dtype=torch.float64)
     for _ in range(2):
         assert _train_both(model, reference, model) <= BOUND
+        for own in rides(model).values():
+            own.settle()
 
 
 @pytest.mark.parametrize("experts_train", [False, True])
