@@ -63,8 +63,8 @@ def reduce_in_float32(model: nn.Module) -> None:
 
 
 def divide_once(module: nn.Module) -> None:
-    """In a forward: where FSDP divides gradients twice (float16, float64, all rows on one rank), let it by the root.
-    Further calls change nothing."""
+    """Where FSDP divides gradients twice (float16, float64, all rows on one rank), have it divide by the root of the
+    factor. Needs a model that FSDP has sharded already; further calls change nothing."""
     for group in groups_of(module):
         policy, factor = group.mp_policy, None if hasattr(group, "divides_once") else group.gradient_divide_factor
         dtype = policy.reduce_dtype or policy.param_dtype or group.fsdp_params[0].orig_dtype

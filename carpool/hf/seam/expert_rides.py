@@ -121,7 +121,7 @@ class ExpertRides(LayerCore):
         self.token_slice = (0, 1)
         self.row_group: dist.ProcessGroup | None = None
         self.states_logical = self.padded = False
-        self._adapters_checked = False
+        self._model_checked = False
         self.set_transport(transport)
         # Found again by `rides`. Set past nn.Module: it must not appear among submodules or in the state dict.
         object.__setattr__(experts, "_carpool_rides", self)
@@ -148,8 +148,8 @@ class ExpertRides(LayerCore):
 
     def forward(self, x_TH: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         """(T, H) rows, (T, K) global expert ids, (T, K) weights -> (T, H)."""
-        if not self._adapters_checked and torch.is_grad_enabled():
-            self._check_adapters()
+        if not self._model_checked and torch.is_grad_enabled():
+            self._check_model()
         # Some routers mark "no expert" by -1, others by the number of experts.
         in_range_TK = (top_k_index >= 0) & (top_k_index < self.num_experts)
         if self.padded:
@@ -169,24 +169,25 @@ class ExpertRides(LayerCore):
 
     @property
     def settled(self) -> bool:
-        return self._adapters_checked and super().settled
+        return self._model_checked and super().settled
 
     def settle(self) -> None:
         """Once all is chosen: make now what the next forward would make for the first time."""
         device = next(self.experts.parameters()).device
-        self._check_adapters()
+        self._check_model()
         self.layout.slot_E(device)
         if self.transport is not None:
             self.ride_setup(self.transport, device)
 
     # A walk over the whole model: traced by torch.compile, it took a minute and was different for each layer.
     @torch._disable_dynamo
-    def _check_adapters(self) -> None:
+    def _check_model(self) -> None:
+        """What is known only once the model is whole: its adapters, and how FSDP shards it."""
         check_adapters(self.experts)
         fsdp.divide_once(self.experts)
         if self.token_slice[1] > 1:
             check_tensor_parallel_around(self.experts)
-        self._adapters_checked = True
+        self._model_checked = True
 
     def _home(self) -> ExpertWeights | Forward:
         """The parameters of this rank's homes; the model's own forward where they are no plain parameters."""

@@ -246,12 +246,9 @@ def _merge(into: dict[str, Any], new: Mapping[str, Any], at: tuple[str, ...], pl
             if isinstance(old, list) and len(into[key]) == len(old):
                 into[key] = [*into[key].values()]
         else:
+            none = isinstance(value, str) and value.lower() in NONE_WORDS
             # Of what a run reports to, the word none means the empty list.
-            into[key] = (
-                None
-                if isinstance(value, str) and value.lower() in NONE_WORDS and here != ("training", "report_to")
-                else value
-            )
+            into[key] = None if none and here != ("training", "report_to") else value
 
 
 def _prefer_later_length(training: Any, places: Mapping[tuple[str, ...], str]) -> None:

@@ -400,5 +400,5 @@ def hello(run: Run, info: dict[str, Any], resume: Path | None) -> list[str]:
         say(f"resumed from {resume}, step {run.start}")
         *_, before, now = (one.get("sequences_per_step") for one in [{}, *info["history"]])
         if before not in (None, now):
-            say(f"warning: a step takes {now} sequences now, and took {before} before (gradient_accumulation_steps)")
+            say(f"warning: a step takes {now} sequences, and took {before}: gradient_accumulation_steps can keep that")
     return lines
